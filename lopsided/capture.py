@@ -1,0 +1,474 @@
+"""Capture: an ordinary model and a batch become one `Graph`. The only file that touches torch's internals.
+
+In: an `nn.Module` whose forward gives a scalar loss (or an object with `.loss`, or `loss_fn` makes one), and a batch,
+real, fake or on `meta`. Out: a `Graph` of the ops as people write them (`linear`, `layer_norm`, ...), from
+`torch.export` before dispatch. On the way everything that is not a pure call of an op is settled:
+
+    a tensor given twice in the batch        separate inputs                     `flatten_batch`
+    autocast and no-grad sub-graphs          inlined, kept as each node's context `_Tracer.inline`
+    in-place ops, also through views         functional ops                      `lopsided.inplace`
+    batch norm and buffers it changes        results of the node, graph updates  `_Tracer.batch_norm`
+    parameters used under two names          one leaf                            `_Tracer.leaf`
+    control flow that depends on data        refused with the user's line        `_explain`
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from lopsided.errors import CaptureError, LopsidedError
+from lopsided.graph import DTYPE_NAMES, Arg, Atom, Context, Graph, Leaf, Node, Ref, Source, Value
+from lopsided.inplace import Functional
+from lopsided.saved import record_saved
+
+LossFn = Callable[[Any, Any], Tensor]
+_LARGEST_CONSTANT = 1 << 20
+# Checks that export leaves in the graph; they constrain nothing that a captured shape does not already fix.
+_CHECKS = ("_assert", "sym_constrain", "_functional_assert")
+
+
+def capture(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -> Graph:
+    """The training graph of `model` on a batch of this shape.
+
+    `batch` is a mapping (keyword arguments), a tuple (positional arguments) or a single argument. `loss_fn(output,
+    batch)` makes a scalar where the model returns something else.
+    """
+    tensors, rebuild = flatten_batch(batch)
+    wrapped = _Loss(model, rebuild, loss_fn)
+    _check_call(model, rebuild(list(tensors.values())))
+    exported = _export(wrapped, _on_one_device(model, tensors))
+    tracer = _Tracer(model, exported, list(tensors))
+    return record_saved(tracer.graph())
+
+
+def flatten_batch(batch: object) -> tuple[dict[str, Tensor], Callable[[list[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """The tensors of a batch by name, and the way back from tensors to the model's arguments."""
+    if isinstance(batch, Mapping):
+        call: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))
+    elif isinstance(batch, tuple | list):
+        call = (tuple(batch), {})
+    else:
+        call = ((batch,), {})
+    leaves, spec = pytree.tree_flatten_with_path(call)
+    names = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]) for path, _ in leaves]
+    values = [value for _, value in leaves]
+    tensors = {name: value for name, value in zip(names, values, strict=True) if isinstance(value, Tensor)}
+
+    def rebuild(given: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        feed = iter(given)
+        filled = [next(feed) if isinstance(value, Tensor) else value for value in values]
+        args, kwargs = pytree.tree_unflatten(filled, spec)
+        return args, kwargs
+
+    return tensors, rebuild
+
+
+def loss_of(output: object, batch: object, loss_fn: LossFn | None) -> Tensor:
+    """The scalar loss in what a model returned, or a refusal that says what was returned instead."""
+    loss = loss_fn(output, batch) if loss_fn is not None else output
+    if not isinstance(loss, Tensor):
+        found = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
+        if found is None:
+            raise CaptureError(
+                f"the model returns no scalar loss but {type(loss).__name__}",
+                do="return a scalar, an object with .loss, or pass loss_fn=lambda output, batch: ...",
+            )
+        loss = found
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
+        what = f"a {tuple(loss.shape)} {loss.dtype} tensor" if isinstance(loss, Tensor) else type(loss).__name__
+        raise CaptureError(
+            f"the model returns {what} as its loss, not a floating-point scalar",
+            do="reduce it to one number in the model, or pass loss_fn=lambda output, batch: ...",
+        )
+    return loss.reshape(()) if loss.dim() else loss
+
+
+class _Loss(nn.Module):
+    """The model as a function from the batch's tensors to its loss."""
+
+    def __init__(self, model: nn.Module, rebuild: Callable[[list[Tensor]], Any], loss_fn: LossFn | None) -> None:
+        super().__init__()
+        self.model = model
+        self._rebuild = rebuild
+        # In a list, so that a loss module's tensors are captured as constants and not as parameters to train.
+        self._loss_fn = [loss_fn]
+        self.training = model.training
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        args, kwargs = self._rebuild(list(tensors))
+        return loss_of(self.model(*args, **kwargs), kwargs or args, self._loss_fn[0])
+
+
+def _check_call(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    args, kwargs = call
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            f"the batch does not fit {type(model).__name__}.forward: {error}",
+            where=f"forward{inspect.signature(model.forward)}",
+            do="name the batch's entries after the arguments of forward",
+        ) from None
+
+
+def _on_one_device(model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The batch as tensors of their own, on `meta` if the model is there.
+
+    Export identifies inputs by tensor: `labels=input_ids` would become one input, and be wrong when they differ.
+    """
+    on_meta = any(p.is_meta for p in model.parameters())
+    seen: set[int] = set()
+    distinct = []
+    for tensor in tensors.values():
+        if on_meta:
+            distinct.append(torch.empty_like(tensor, device="meta"))
+        else:
+            distinct.append(tensor.clone() if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    return tuple(distinct)
+
+
+def _export(wrapped: _Loss, tensors: tuple[Tensor, ...]) -> ExportedProgram:
+    quiet = logging.getLogger("torch.export"), logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    levels = [log.level for log in quiet]
+    try:
+        for log in quiet:
+            log.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(wrapped, tensors, strict=False)
+    except LopsidedError:
+        raise
+    except Exception as error:
+        raise _explain(wrapped.model, error) from error
+    finally:
+        for log, level in zip(quiet, levels, strict=True):
+            log.setLevel(level)
+
+
+# What to change, by a word in the exception that export raised.
+_ADVICE = (
+    (
+        ("DataDependent", "data-dependent", "GuardOnDataDependent", "unbacked", "DynamicOutputShape"),
+        "the model decides something in Python by looking at a tensor's values",
+        "use torch.where or masks in place of the branch or the data-sized tensor, or switch the feature off"
+        " in the model's configuration",
+    ),
+    (
+        ("UnsupportedOperator", "NotImplementedError"),
+        "the model calls an op that cannot be traced",
+        "replace the op, or register a fake implementation for it with torch.library.register_fake",
+    ),
+    (
+        ("mutat", "in-place"),
+        "the model changes a tensor in place in a way that cannot be traced",
+        "write the update as a new tensor",
+    ),
+    (
+        ("assign", "attribute"),
+        "the model changes its own attributes while it runs",
+        "keep changing state in registered buffers, or compute it without storing it on the module",
+    ),
+)
+
+
+def _explain(model: nn.Module, error: Exception) -> LopsidedError:
+    """The refusal for an exception from export: what, the user's line, and what to change."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        if isinstance(link, LopsidedError):
+            return link
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    where = next((place for e in reversed(chain) if (place := _user_frame(e))), type(model).__name__)
+    said = str(error).strip().splitlines()
+    text = f"{type(error).__name__} {error}"
+    cause = f"{type(error).__name__}: {said[0] if said else ''}"
+    for words, what, do in _ADVICE:
+        if any(word in text for word in words):
+            return CaptureError(f"{type(model).__name__} cannot be captured: {what}", where=where, cause=cause, do=do)
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured",
+        where=where,
+        cause=cause,
+        do="check that model(batch) runs as it stands; the cause above is what it raised",
+    )
+
+
+def _user_frame(error: BaseException) -> str:
+    """The innermost line of the traceback that is the user's: not torch's and not ours."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not _is_internal(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
+    return ""
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_ZOO = os.path.join(_HERE, "zoo") + os.sep
+
+
+@lru_cache(maxsize=None)
+def _is_internal(file: str) -> bool:
+    if file.startswith(_ZOO):
+        return False
+    return file.startswith((_TORCH, _HERE, "<")) or f"{os.sep}contextlib.py" in file
+
+
+# From export's graph to ours
+
+
+class _Tracer:
+    """Walks the exported graph once, inlining sub-graphs, and collects leaves, nodes and buffer updates."""
+
+    def __init__(self, model: nn.Module, exported: ExportedProgram, inputs: list[str]) -> None:
+        self.model, self.exported, self.inputs = model, exported, iter(inputs)
+        self.leaves: list[Leaf] = []
+        self.body = Functional()
+        self.names: dict[fx.Node, Arg] = {}
+        self.taken: set[str] = set()
+        self.tied: dict[int, str] = {}
+
+    def graph(self) -> Graph:
+        specs = iter(self.exported.graph_signature.input_specs)
+        module = self.exported.graph_module
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self.leaf(node, next(specs))
+        with warnings.catch_warnings():
+            # Retracing an op on meta tensors may warn about what the model does; that is not news here.
+            warnings.simplefilter("ignore")
+            results = self.inline(module, Context())
+        loss = self.body.current(_name_of(results[0], "the loss"))
+        updates = tuple((b, self.body.current(v)) for b, v in self.body.updates.items() if self.body.current(v) != v)
+        nodes, leaves = _only_used(self.body.nodes, self.leaves, {loss, *(value for _, value in updates)})
+        return Graph(leaves, nodes, loss, updates)
+
+    def leaf(self, node: fx.Node, spec: Any) -> None:
+        target = (spec.target or "").removeprefix("model.")
+        value = node.meta["val"] if "val" in node.meta else None
+        if spec.kind == InputKind.USER_INPUT:
+            if not isinstance(value, Tensor):
+                raise CaptureError(f"input {node.name} is not a tensor", do="pass numbers as Python values")
+            self.add_leaf(node, Leaf(self.value(node.name, value), "input", next(self.inputs)))
+        elif spec.kind == InputKind.PARAMETER:
+            parameter = self.model.get_parameter(target)
+            if id(parameter) in self.tied:
+                self.also(node, self.tied[id(parameter)], target)
+                return
+            typed = self.value(node.name, parameter)
+            self.tied[id(parameter)] = typed.name
+            self.add_leaf(node, Leaf(replace(typed, grad=parameter.requires_grad), "parameter", target))
+        elif spec.kind == InputKind.BUFFER:
+            buffer = self.model.get_buffer(target)
+            if id(buffer) in self.tied:
+                self.also(node, self.tied[id(buffer)], target)
+                return
+            typed = self.value(node.name, buffer)
+            self.tied[id(buffer)] = typed.name
+            self.add_leaf(node, Leaf(typed, "buffer", target))
+            self.body.updates[target] = typed.name
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            self.add_leaf(node, self.constant(node, spec.target))
+        else:
+            raise CaptureError(f"the model holds {spec.target}, which is not a tensor", do="keep it out of forward")
+
+    def add_leaf(self, node: fx.Node, leaf: Leaf) -> None:
+        self.leaves.append(leaf)
+        self.body.add_leaf(leaf)
+        self.names[node] = Ref(leaf.value.name)
+
+    def also(self, node: fx.Node, name: str, target: str) -> None:
+        at = next(k for k, leaf in enumerate(self.leaves) if leaf.value.name == name)
+        self.leaves[at] = replace(self.leaves[at], also=(*self.leaves[at].also, target))
+        self.names[node] = Ref(name)
+
+    def constant(self, node: fx.Node, target: str) -> Leaf:
+        tensor = self.exported.constants[target]
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.numel() > _LARGEST_CONSTANT:
+            raise CaptureError(
+                f"the model uses the tensor {target.removeprefix('model.')}, which is neither a parameter nor a buffer",
+                do="register it with register_buffer(name, tensor, persistent=False)",
+            )
+        return Leaf(self.value(node.name, tensor), "constant", target, data=tuple(tensor.flatten().tolist()))
+
+    def value(self, name: str, tensor: Tensor) -> Value:
+        name = re.sub(r"^(p|b|c)_(model_)?", "", name)
+        fresh, k = name, 1
+        while fresh in self.taken:
+            fresh, k = f"{name}_{k}", k + 1
+        self.taken.add(fresh)
+        return Value(fresh, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype])
+
+    # Nodes
+
+    def inline(self, module: fx.GraphModule, context: Context) -> tuple[Arg, ...]:
+        """Append the nodes of a (sub-)graph whose placeholders already have names; returns its outputs."""
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                self.call(node, module, context)
+            elif node.op == "get_attr":
+                attribute = _attribute(module, str(node.target))
+                if isinstance(attribute, Tensor):
+                    raise CaptureError(f"sub-graph holds a tensor {node.target}", do="register it as a buffer")
+            elif node.op == "output":
+                outputs = node.args[0]
+                return tuple(self.arg(out) for out in (outputs if isinstance(outputs, tuple | list) else (outputs,)))
+        return ()
+
+    def call(self, node: fx.Node, module: fx.GraphModule, context: Context) -> None:
+        target = node.target
+        name = str(target)
+        source = _source(node)
+        if name.endswith("getitem>") or name == "<built-in function getitem>":
+            container, index = self.names[node.args[0]], node.args[1]  # type: ignore[index]
+            self.names[node] = container[index]  # type: ignore[index, call-overload, assignment]
+        elif "wrap_with_set_grad_enabled" in name:
+            enabled, body, *rest = node.args
+            self.subgraph(node, module, body, rest, replace(context, grad=bool(enabled)))
+        elif "wrap_with_autocast" in name:
+            device, dtype, enabled, _, body, *rest = node.args
+            under = dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(str(device))
+            autocast = f"{device}:{DTYPE_NAMES[under] if enabled else 'off'}"
+            self.subgraph(node, module, body, rest, replace(context, autocast=autocast))
+        elif "activation_checkpoint" in name:
+            body, *rest = node.args
+            self.subgraph(node, module, body, rest, context)
+        elif not isinstance(target, torch._ops.OpOverload):
+            raise CaptureError(
+                f"the model uses {name}, which is not an op on tensors",
+                where=str(source),
+                do="write it with tensor operations of fixed shape",
+            )
+        elif target.name().partition("::")[2].startswith(_CHECKS):
+            return
+        else:
+            self.op(node, target, context, source)
+
+    def subgraph(self, node: fx.Node, module: fx.GraphModule, body: Any, rest: list[Any], context: Context) -> None:
+        inner = _attribute(module, str(body.target))
+        placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        for placeholder, given in zip(placeholders, rest, strict=True):
+            self.names[placeholder] = self.arg(given)
+        self.names[node] = self.inline(inner, context)
+
+    def op(self, node: fx.Node, target: torch._ops.OpOverload, context: Context, source: Source) -> None:
+        results = tuple(self.results(node, source))
+        args = tuple(self.arg(arg) for arg in node.args)
+        kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items())
+        call = Node(str(target), args, kwargs, results, context, source=source)
+        if call.op == "aten.batch_norm.default":
+            self.names[node] = self.batch_norm(call)
+            return
+        names = self.body.append(call, target)
+        single = isinstance(node.meta["val"], Tensor)
+        self.names[node] = Ref(names[0]) if single else tuple(Ref(name) for name in names)
+
+    def results(self, node: fx.Node, source: Source) -> Iterator[Value]:
+        made = node.meta["val"]
+        tensors = [made] if isinstance(made, Tensor) else list(made) if isinstance(made, tuple | list) else [made]
+        for k, tensor in enumerate(tensors):
+            if not isinstance(tensor, Tensor) or not all(isinstance(size, int) for size in tensor.shape):
+                raise CaptureError(
+                    f"{node.target} makes something whose size depends on the data",
+                    where=str(source),
+                    do="use torch.where or masks of fixed shape in place of boolean indexing, nonzero or .item()",
+                )
+            yield self.value(node.name if len(tensors) == 1 else f"{node.name}_{k}", tensor)
+
+    def batch_norm(self, call: Node) -> Ref:
+        """Batch norm in training changes its buffers behind the scenes: make them results of the node."""
+        x, weight, bias, mean, var, training, momentum, eps, *_ = call.args
+        if not (training and isinstance(mean, Ref) and isinstance(var, Ref)):
+            return Ref(self.body.append(call, torch.ops.aten.batch_norm.default)[0])
+        buffers = [self.body.value(name) for name in (mean.name, var.name)]
+        changed = tuple(
+            Value(self.fresh(f"{call.name}_{which}"), buffer.shape, buffer.dtype)
+            for which, buffer in zip(("mean", "var"), buffers, strict=True)
+        )
+        args = (x, weight, bias, mean, var, momentum, eps)
+        node = replace(call, op="lopsided.batch_norm.default", args=args, results=(*call.results, *changed))
+        names = self.body.append(node, None)
+        self.body.assign(mean.name, names[1])
+        self.body.assign(var.name, names[2])
+        return Ref(names[0])
+
+    def fresh(self, name: str) -> str:
+        while name in self.taken:
+            name += "_"
+        self.taken.add(name)
+        return name
+
+    def arg(self, arg: Any) -> Arg:
+        if isinstance(arg, fx.Node):
+            return self.names[arg]
+        if isinstance(arg, tuple | list):
+            return tuple(self.arg(part) for part in arg)
+        if isinstance(arg, torch.dtype):
+            return Atom("dtype", DTYPE_NAMES[arg])
+        if isinstance(arg, torch.device):
+            return Atom("device", str(arg))
+        if isinstance(arg, torch.layout | torch.memory_format):
+            kind = "layout" if isinstance(arg, torch.layout) else "memory_format"
+            return Atom(kind, str(arg).removeprefix("torch."))
+        if arg is None or isinstance(arg, bool | int | float | complex | str):
+            return arg
+        raise CaptureError(f"an op takes {arg!r}, which depends on the data", do="make the number a Python constant")
+
+
+def _name_of(arg: Arg, what: str) -> str:
+    if not isinstance(arg, Ref):
+        raise CaptureError(f"{what} does not depend on the batch or the parameters", do="return the training loss")
+    return arg.name
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
+
+
+@lru_cache(maxsize=65536)
+def _frame(trace: str) -> tuple[str, int, str]:
+    frames = [(file, int(line), function) for file, line, function in _FRAME.findall(trace)]
+    return next((f for f in reversed(frames) if not _is_internal(f[0])), frames[-1] if frames else ("", 0, ""))
+
+
+def _source(node: fx.Node) -> Source:
+    file, line, function = _frame(node.meta.get("stack_trace") or "")
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    return Source(file, line, function, path.removeprefix("model").removeprefix("."))
+
+
+def _only_used(
+    nodes: list[Node], leaves: list[Leaf], wanted: set[str]
+) -> tuple[tuple[Node, ...], tuple[Leaf, ...]]:
+    """Drop what neither the loss nor a buffer needs; parameters and inputs stay, used or not."""
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if any(value.name in wanted for value in node.results):
+            kept.append(node)
+            wanted.update(node.operands)
+    stay = tuple(leaf for leaf in leaves if leaf.kind in ("input", "parameter") or leaf.value.name in wanted)
+    return tuple(reversed(kept)), stay

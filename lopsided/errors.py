@@ -1,0 +1,61 @@
+"""Every exception Lopsided raises on purpose.
+
+LopsidedError                  what went wrong, where, and what to do about it
+├── InputError                 what the user gave cannot be used (exit status 2 on the command line)
+│   ├── ModelError             a model that cannot be named, imported, built or called
+│   ├── CaptureError           a model that cannot be captured as one graph
+│   ├── NotationError          a rule line that does not parse, or does not fit the op
+│   ├── SharesError            shares that are negative or do not sum to one
+│   ├── GraphError             a graph text or object that is not a legal graph
+│   └── ProgramError           a program text or object that is not a legal program
+└── RuleError                  a rule that computes something else than one device would
+"""
+
+from __future__ import annotations
+
+
+class LopsidedError(Exception):
+    """Says what happened; `where` points at a place, `do` says what to change.
+
+    >>> print(LopsidedError("shares sum to 0.9", where="--shares .5,.4", do="make them sum to 1"))
+    shares sum to 0.9
+      where   --shares .5,.4
+      do      make them sum to 1
+    """
+
+    def __init__(self, what: str, *, where: str = "", do: str = "", **facts: str) -> None:
+        self.what, self.where, self.do, self.facts = what, where, do, facts
+        rows = [("where", where), *facts.items(), ("do", do)]
+        super().__init__("\n".join([what, *(f"  {name:<7} {text}" for name, text in rows if text)]))
+
+
+class InputError(LopsidedError):
+    """What the user gave cannot be used."""
+
+
+class ModelError(InputError):
+    """A model that cannot be named, imported, built or called."""
+
+
+class CaptureError(InputError):
+    """A model that cannot be captured as one graph."""
+
+
+class NotationError(InputError):
+    """A rule line that does not parse, or does not fit the op."""
+
+
+class SharesError(InputError):
+    """Shares that are negative or do not sum to one."""
+
+
+class GraphError(InputError):
+    """A graph text or object that is not a legal graph."""
+
+
+class ProgramError(InputError):
+    """A program text or object that is not a legal program."""
+
+
+class RuleError(LopsidedError):
+    """A rule that computes something else than one device would."""

@@ -1,0 +1,125 @@
+"""Rules by experiment, for ops that nobody has described.
+
+In: a `Call`. Out: the rules that held when they were tried. Every way to cut one length out of the operands and results
+is a hypothesis; it is tried on small inputs with unequal pieces, forward and backward, and kept if the joined values are
+those of one device. The same enumeration tells the validator which valid rules a line in the table does not derive.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lopsided.call import call_op
+from lopsided.graph import DTYPE_NAMES, Arg, Ref, Value, signature
+from lopsided.notation import Rule
+from lopsided.ops.op import Call
+from lopsided.placement import I, P, Placement, R, S
+from lopsided.trial import in_float64, random_operands, try_rule
+
+_TOLERANCE = 1e-9
+_MOST_HYPOTHESES = 4000
+_LARGE = 1 << 18
+_known: dict[object, tuple[Rule, ...]] = {}
+
+
+def whole_rules(call: Call) -> tuple[Rule, ...]:
+    return tuple(Rule((p,) * len(call.operands), (p,) * len(call.node.results)) for p in (I, R))
+
+
+def rules_by_experiment(call: Call) -> tuple[Rule, ...]:
+    """All rules that hold for this call, the whole ones first; remembered by the call's signature."""
+    key = signature(call.node, {value.name: value for value in call.operands})
+    if key not in _known:
+        _known[key] = (*whole_rules(call), *_found(call))
+    return _known[key]
+
+
+def _found(call: Call) -> Iterator[Rule]:
+    small = _shrunk(in_float64(call))
+    if small is None:
+        return
+    call_small, operands = small
+    for rule in itertools.islice(hypotheses(call_small), _MOST_HYPOTHESES):
+        if holds(call_small, operands, rule):
+            yield rule
+
+
+def holds(call: Call, operands: list[Tensor], rule: Rule) -> bool:
+    """Two devices forward first, because most hypotheses fail there; then three with other pieces, with gradients."""
+    if try_rule(call, operands, rule, (0.6, 0.4), backward=False) > _TOLERANCE:
+        return False
+    return all(try_rule(call, operands, rule, shares, seed=7) <= _TOLERANCE for shares in ((0.5, 0.2, 0.3), (0.25, 0.75)))
+
+
+def hypotheses(call: Call) -> Iterator[Rule]:
+    """Each way to cut one length, or to pass partial sums, through this call."""
+    summable = [value.dtype != "bool" for value in call.operands]
+    lengths = sorted({size for shape in (*call.shapes, *call.results) for size in shape if size > 1})
+    result_sums = all(value.dtype != "bool" for value in call.node.results)
+    sums = [[R, P] if ok else [R] for ok in summable]
+    if result_sums:
+        for needs in itertools.product(*sums):
+            if P in needs:
+                yield Rule(tuple(needs), (P,) * len(call.results))
+    for length in lengths:
+        cuts = [[R, *_cuts(value, length)] for value in call.operands]
+        outs = [[*_cuts(value, length)] for value in call.node.results]
+        for needs in itertools.product(*cuts):
+            if not any(need.is_shard for need in needs):
+                continue
+            for gives in itertools.product(*outs):
+                yield Rule(tuple(needs), tuple(gives))
+        if result_sums:
+            mixed = [cut + ([P] if ok else []) for cut, ok in zip(cuts, summable, strict=True)]
+            for needs in itertools.product(*mixed):
+                if any(need.is_shard for need in needs):
+                    yield Rule(tuple(needs), (P,) * len(call.results))
+
+
+def _cuts(value: Value, length: int) -> list[Placement]:
+    return [S(d) for d, size in enumerate(value.shape) if size == length]
+
+
+def _shrunk(call: Call) -> tuple[Call, list[Tensor]] | None:
+    """The call on sizes small enough to try many times; as it is where it is small, or where it cannot be shrunk."""
+    if sum(value.elements for value in call.operands) > _LARGE:
+        sizes = sorted({size for shape in (*call.shapes, *call.results) for size in shape if size > 1})
+        # Different sizes stay different and in order, and equal ones equal.
+        smaller = {size: min(size, 3 + k) for k, size in enumerate(sizes)}
+        small = _resized(call, smaller)
+        if small is not None and (operands := random_operands(small)) is not None:
+            return small, operands
+        if sum(value.elements for value in call.operands) > 64 * _LARGE:
+            return None
+    operands_as_is = random_operands(call)
+    return None if operands_as_is is None else (call, operands_as_is)
+
+
+def _resized(call: Call, smaller: dict[int, int]) -> Call | None:
+    def resize(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(resize(part) for part in arg)
+        return smaller.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) else arg
+
+    operands = tuple(replace(v, shape=tuple(smaller.get(s, s) for s in v.shape)) for v in call.operands)
+    node = replace(
+        call.node,
+        args=tuple(arg if isinstance(arg, Ref) else resize(arg) for arg in call.node.args),
+        kwargs=tuple((key, resize(arg)) for key, arg in call.node.kwargs),
+    )
+    try:
+        meta = [torch.empty(v.shape, dtype=v.torch_dtype, device="meta") for v in operands]
+        made = call_op(node, meta, torch.device("meta"))
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        return None
+    outs = list(made) if isinstance(made, tuple | list) else [made]
+    results = tuple(
+        replace(value, shape=tuple(out.shape), dtype=DTYPE_NAMES[out.dtype])
+        for value, out in zip(node.results, outs, strict=True)
+    )
+    return Call(replace(node, results=results), operands)

@@ -1,0 +1,160 @@
+"""Losses. A mean over a cut batch needs the global count; a cut vocabulary needs the global softmax."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lopsided.ops.op import Ask, Call, Local, Op, Talk, Talking, number
+from lopsided.ops.reduce import _shifted
+from lopsided.placement import P
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+# Losses that treat every element by itself
+
+
+def elementwise(call: Call) -> str:
+    operands = ", ".join(["..."] * len(call.operands))
+    return f"f[{operands}] -> {'...' if call.arg('reduction') == _NONE else '()'}"
+
+
+def elementwise_of_piece(local: Local) -> object:
+    """The mean of a piece counts by the piece's part of the whole."""
+    if local.call.arg("reduction") != _MEAN:
+        return local.run()
+    whole = math.prod(torch.broadcast_shapes(*local.call.shapes))
+    return local.run(reduction=_SUM) / whole
+
+
+# Cross-entropy and negative log-likelihood
+
+
+def _by_class(call: Call) -> bool:
+    """Targets are class numbers, not probabilities."""
+    return not call.operands[1].torch_dtype.is_floating_point
+
+
+def classified(call: Call) -> str:
+    logits = len(call.shapes[0])
+    rows, space = ("n", "x") if call.arg("reduction") != _MEAN else ("N", "X")
+    if logits == 1:
+        dims, target = ["C"], [] if _by_class(call) else ["C"]
+    else:
+        dims = [rows, "C", *(f"{space}{k}" for k in range(logits - 2))]
+        target = [name for name in dims if name != "C"] if _by_class(call) else dims
+    weight = ", C" if len(call.operands) > 2 else ""
+    result = [name for name in dims if name != "C"] if call.arg("reduction") == _NONE else []
+    return f"f[{' '.join(dims)}, {' '.join(target) or '()'}{weight}] -> {' '.join(result) or '()'}"
+
+
+def _classified_talks(call: Call) -> list[Talk]:
+    logits = len(call.shapes[0])
+    talks = []
+    if call.arg("reduction") == _MEAN and logits > 1:
+        names = ["N", *(f"X{k}" for k in range(logits - 2))]
+        talks += [Talk(name, "mean_of_rows", mean_of_rows, P) for name in names]
+    if "cross_entropy" in call.node.op:
+        talks.append(Talk("C", "vocabulary", vocabulary, P, in_one_block=True))
+    return talks
+
+
+def _row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """What each row counts in the mean: 1 or its class weight, 0 if it is ignored."""
+    counted = target != ignore_index
+    if weight is None:
+        return counted.to(dtype)
+    return torch.where(counted, weight[torch.where(counted, target, 0)], torch.zeros((), dtype=dtype, device=weight.device))
+
+
+def mean_of_rows(local: Local) -> Talking:
+    """The rows' sum here, divided by the count of rows that are not ignored everywhere."""
+    logits, target = local.tensors[0], local.tensors[1]
+    total = local.run(reduction=_SUM)
+    if not _by_class(local.call):
+        whole = local.call.operands[0]
+        return total / (whole.elements // whole.shape[1])
+    weight = local.tensors[2] if len(local.tensors) > 2 else None
+    counted = _row_weights(target, weight, int(local.call.arg("ignore_index")), logits.dtype).sum()
+    count = yield Ask(counted.detach(), "P", "R")
+    return total / count
+
+
+def vocabulary(local: Local) -> Talking:
+    """Classes cut: the softmax is global, each device adds the logits of the classes it holds."""
+    logits, target = local.tensors[0], local.tensors[1]
+    weight = local.tensors[2] if len(local.tensors) > 2 else None
+    reduction, smoothing = local.call.arg("reduction"), number(local.call.arg("label_smoothing") or 0)
+    dim = 1 if logits.dim() > 1 else 0
+    classes = local.call.shapes[0][dim]
+    shifted, total = yield from _shifted(logits, dim)
+    log_p = shifted - total.log()
+    if not _by_class(local.call):
+        per_class = target * (1 - smoothing) + smoothing / classes
+        loss = -(per_class * log_p * _per_class(weight, log_p, dim)).sum(dim)
+        count = local.call.operands[0].elements // classes
+        return loss if reduction == _NONE else loss.sum() / (count if reduction == _MEAN else 1)
+    ignore_index = int(local.call.arg("ignore_index"))
+    counted = target != ignore_index
+    # Where this device holds the target class of a row.
+    here = target - local.start(local.rule.needs[0])
+    mine = counted & (here >= 0) & (here < log_p.shape[dim])
+    safe = torch.where(mine, here, 0).unsqueeze(dim)
+    zero = log_p.new_zeros(())
+    if log_p.shape[dim]:
+        of_target = log_p.gather(dim, safe).squeeze(dim)
+        row_weight = weight[safe.squeeze(dim)] if weight is not None else torch.ones_like(of_target)
+    else:
+        of_target = row_weight = log_p.sum(dim)
+    row_weight = torch.where(mine, row_weight, zero)
+    loss = -torch.where(mine, of_target, zero) * row_weight * (1 - smoothing)
+    if smoothing:
+        spread = -(log_p * _per_class(weight, log_p, dim)).sum(dim)
+        loss = loss + torch.where(counted, spread, zero) * smoothing / classes
+    if reduction == _NONE:
+        return loss
+    if reduction == _SUM:
+        return loss.sum()
+    count = yield Ask(row_weight.detach().sum(), "P", "R")
+    return loss.sum() / count
+
+
+def _per_class(weight: Tensor | None, log_p: Tensor, dim: int) -> Tensor | float:
+    return 1.0 if weight is None else weight.reshape(-1, *[1] * (log_p.dim() - dim - 1))
+
+
+# Connectionist temporal classification
+
+
+def ctc(call: Call) -> str:
+    reduction = call.arg("reduction")
+    result = "n" if reduction == _NONE else "()"
+    if len(call.operands) == 4 and len(call.shapes[1]) == 2 and len(call.shapes[0]) == 3:
+        return f"f[T n C, n S, n, n] -> {result}"
+    # Lengths as Python numbers, or targets strung together: which rows belong to a piece is not in the shapes.
+    parts = [" ".join(f"{c}{k}" for c in "ABC"[: len(shape)]) for k, shape in enumerate(call.shapes)]
+    return f"f[{', '.join(parts)}] -> {'Z9' if reduction == _NONE else '()'}"
+
+
+def ctc_of_piece(local: Local) -> object:
+    if local.call.arg("reduction") != _MEAN or not local.rule.needs[0].is_shard:
+        return local.run()
+    if not local.tensors[0].shape[1]:
+        return local.tensors[0].sum()
+    return local.run() * local.fraction()
+
+
+_ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+                "kl_div", "soft_margin_loss", "hinge_embedding_loss", "poisson_nll_loss", "margin_ranking_loss")
+
+LOSSES: dict[str, Op] = {
+    **{f"aten.{name}": Op(elementwise, local=elementwise_of_piece) for name in _ELEMENTWISE},
+    "aten.cross_entropy_loss": Op(classified, talks=_classified_talks),
+    "aten.nll_loss": Op(classified, talks=_classified_talks),
+    "aten.nll_loss_nd": Op(classified, talks=_classified_talks),
+    "aten.nll_loss2d": Op(classified, talks=_classified_talks),
+    "aten.ctc_loss": Op(ctc, local=ctc_of_piece),
+}

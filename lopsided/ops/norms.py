@@ -1,0 +1,166 @@
+"""Norms. Where the normalised dims are cut, or a batch norm's batch, the devices talk about sums."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lopsided.ops.op import Ask, Call, Local, Op, Talk, Talking, Written, number
+from lopsided.placement import I, P
+
+
+def layer_norm(call: Call) -> str:
+    dims = " ".join(f"D{k}" for k in range(len(call.arg("normalized_shape"))))
+    scale = f" * {dims}" if call.is_tensor("weight") else ""
+    shift = f" + {dims}" if call.is_tensor("bias") else ""
+    return f"f[... {dims}]{scale}{shift} -> ... {dims}"
+
+
+def _normalised_talks(how: str, implementation: object) -> object:
+    def talks(call: Call) -> list[Talk]:
+        return [Talk(f"D{k}", how, implementation, P) for k in range(len(call.arg("normalized_shape")))]  # type: ignore[arg-type]
+
+    return talks
+
+
+def _scaled(x: Tensor, local: Local) -> Tensor:
+    scale, shift = local.call.is_tensor("weight"), local.call.is_tensor("bias")
+    if scale:
+        x = x * local.tensors[1]
+    return x + local.tensors[-1] if shift else x
+
+
+def layer_norm_cut(local: Local) -> Talking:
+    x = local.tensors[0]
+    shape = local.call.arg("normalized_shape")
+    dims, count = tuple(range(-len(shape), 0)), math.prod(shape)
+    mean = (yield Ask(x.sum(dims, keepdim=True), "P", "R")) / count
+    centred = x - mean
+    variance = (yield Ask(centred.square().sum(dims, keepdim=True), "P", "R")) / count
+    return _scaled(centred * torch.rsqrt(variance + number(local.call.arg("eps"))), local)
+
+
+def rms_norm_cut(local: Local) -> Talking:
+    x = local.tensors[0]
+    shape, eps = local.call.arg("normalized_shape"), local.call.arg("eps")
+    dims = tuple(range(-len(shape), 0))
+    square = (yield Ask(x.square().sum(dims, keepdim=True), "P", "R")) / math.prod(shape)
+    return _scaled(x * torch.rsqrt(square + (torch.finfo(x.dtype).eps if eps is None else number(eps))), local)
+
+
+def group_norm(call: Call) -> Written:
+    rank, groups = len(call.shapes[0]), int(call.arg("num_groups"))
+    space = " ".join(f"X{k}" for k in range(rank - 2))
+    channels = "(g C)"
+    scale = f" * {channels}" if call.is_tensor("weight") else ""
+    shift = f" + {channels}" if call.is_tensor("bias") else ""
+    line = f"f[n {channels} {space}]{scale}{shift} -> n {channels} {space}"
+    return line, {"g": groups, "C": call.shapes[0][1] // groups}
+
+
+def group_norm_of_piece(local: Local) -> object:
+    whole, groups = local.call.shapes[0][1], int(local.call.arg("num_groups"))
+    return local.run(num_groups=groups * local.tensors[0].shape[1] // whole)
+
+
+def _channels(call: Call, batch: str, space: str) -> tuple[str, str]:
+    """The dims of the input, and of one vector per channel."""
+    rank = len(call.shapes[0])
+    return " ".join([batch, "c", *(f"{space}{k}" for k in range(rank - 2))]), "c"
+
+
+def batch_norm_training(call: Call) -> str:
+    x, c = _channels(call, "N", "X")
+    # All in one: scale and shift are linear for the output, but not for the statistics that come out beside it.
+    return f"f[{', '.join([x, *[c] * (len(call.operands) - 1)])}] -> {x}, {c}, {c}"
+
+
+def batch_norm_evaluated(call: Call) -> str:
+    """In evaluation a fixed scale per channel; in training without running statistics as above."""
+    x, c = _channels(call, "N", "X") if call.arg("training") else _channels(call, "n", "x")
+    return f"f[{', '.join([x, *[c] * (len(call.operands) - 1)])}] -> {x}"
+
+
+def _batch_talks(call: Call) -> list[Talk]:
+    dims = ["N", *(f"X{k}" for k in range(len(call.shapes[0]) - 2))]
+    exact = [Talk(dim, "batch_norm", batch_norm_cut, I) for dim in dims]
+    return [*exact, Talk("N", "batch_norm_local", batch_norm_local, P, exact=False)]
+
+
+def _evaluated_talks(call: Call) -> list[Talk]:
+    return [talk for talk in _batch_talks(call) if talk.exact] if call.arg("training") else []
+
+
+def _batch_statistics(x: Tensor, count: int) -> Talking:
+    dims = [d for d in range(x.dim()) if d != 1]
+    mean = (yield Ask(x.sum(dims), "P", "R")) / count
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    variance = (yield Ask((x - mean.reshape(shape)).square().sum(dims), "P", "R")) / count
+    return mean, variance
+
+
+def batch_norm_cut(local: Local) -> Talking:
+    """Statistics over the whole batch, however unequally it is cut."""
+    x, weight, bias, running_mean, running_var, momentum, eps = _batch_norm_arguments(local)
+    whole = local.call.operands[0]
+    count = whole.elements // whole.shape[1]
+    mean, variance = yield from _batch_statistics(x, count)
+    y = _normalised(x, mean, variance, weight, bias, eps)
+    if running_mean is None or running_var is None:
+        return y
+    unbiased = variance.detach() * count / max(count - 1, 1)
+    return y, running_mean.lerp(mean.detach(), momentum), running_var.lerp(unbiased, momentum)
+
+
+def batch_norm_local(local: Local) -> object:
+    """Statistics of each device's own rows, as data-parallel trainers have them: faster, and not what one device does.
+
+    The running statistics become the mean over devices, weighted by rows: partial sums.
+    """
+    x, weight, bias, running_mean, running_var, momentum, eps = _batch_norm_arguments(local)
+    if running_mean is None or running_var is None or not x.shape[0]:
+        nothing = local.tensors[-1] * 0
+        return x, nothing, nothing
+    dims = [d for d in range(x.dim()) if d != 1]
+    count = x.numel() // x.shape[1]
+    variance, mean = torch.var_mean(x, dims, correction=0)
+    unbiased = variance.detach() * count / max(count - 1, 1)
+    part = local.fraction()
+    y = _normalised(x, mean, variance, weight, bias, eps)
+    return y, running_mean.lerp(mean.detach(), momentum) * part, running_var.lerp(unbiased, momentum) * part
+
+
+def _batch_norm_arguments(
+    local: Local,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, float]:
+    args, _ = local.args()
+    if local.call.node.op.startswith("lopsided"):
+        x, weight, bias, mean, var, momentum, eps = args
+    else:
+        x, weight, bias, mean, var, _, momentum, eps, _ = args
+    return x, weight, bias, mean, var, momentum, eps
+
+
+def _normalised(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    y = (x - mean.reshape(shape)) * torch.rsqrt(variance + eps).reshape(shape)
+    if weight is not None:
+        y = y * weight.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
+def instance_norm(call: Call) -> str:
+    x, c = _channels(call, "n", "X")
+    return f"f[{', '.join([x, *[c] * (len(call.operands) - 1)])}] -> {x}"
+
+
+NORMS: dict[str, Op] = {
+    "aten.layer_norm": Op(layer_norm, talks=_normalised_talks("layer_norm", layer_norm_cut)),  # type: ignore[arg-type]
+    "aten.rms_norm": Op(layer_norm, talks=_normalised_talks("rms_norm", rms_norm_cut)),  # type: ignore[arg-type]
+    "aten.group_norm": Op(group_norm, local=group_norm_of_piece),
+    "lopsided.batch_norm": Op(batch_norm_training, talks=_batch_talks),
+    "aten.batch_norm": Op(batch_norm_evaluated, talks=_evaluated_talks),
+    "aten.instance_norm": Op(instance_norm),
+}

@@ -1,0 +1,192 @@
+"""What the table says about an op, and what an op's own implementation gets to see.
+
+In: nothing. Out: `Op` (one entry of the table), `Call` (a node with its operands, as line functions see it), `Local`
+(one device's part of a call, as implementations see it), and `Ask` (what an implementation asks of the other devices).
+
+An implementation that talks is a generator: it yields an `Ask` and receives the answer. The simulator drives the
+generators of all devices in step; the runtime drives one and does real collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lopsided.call import aten_overload, filled, resolve_op
+from lopsided.graph import Arg, Node, Ref, Value
+from lopsided.notation import Rule
+from lopsided.placement import Placement, start_of
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A node with the values it is called on."""
+
+    node: Node
+    operands: tuple[Value, ...]
+
+    def arg(self, name: str) -> Any:
+        """The argument of this name in the op's schema, or its default."""
+        return self.given().get(name)
+
+    def given(self) -> dict[str, Any]:
+        overload = aten_overload(self.node.op)
+        if overload is None:
+            return dict(self.node.kwargs)
+        found: dict[str, Any] = {}
+        for k, argument in enumerate(overload._schema.arguments):
+            found[argument.name] = self.node.args[k] if k < len(self.node.args) else argument.default_value
+        found.update(self.node.kwargs)
+        return found
+
+    def is_tensor(self, name: str) -> bool:
+        return isinstance(self.arg(name), Ref)
+
+    def tensor_slots(self) -> tuple[Value | None, ...]:
+        """One entry per tensor argument of the schema, None where the call leaves it out or gives a number."""
+        overload = aten_overload(self.node.op)
+        by_name = {value.name: value for value in self.operands}
+        if overload is None:
+            return tuple(by_name[a.name] if isinstance(a, Ref) else None for a in self.node.args if a is None or isinstance(a, Ref))
+        given = self.given()
+        slots: list[Value | None] = []
+        for argument in overload._schema.arguments:
+            if "Tensor" not in str(argument.type):
+                continue
+            value = given[argument.name]
+            if "List" in str(argument.type):
+                slots += [by_name[v.name] for v in value if isinstance(v, Ref)]
+            else:
+                slots.append(by_name[value.name] if isinstance(value, Ref) else None)
+        return tuple(slots)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(value.shape for value in self.operands)
+
+    @property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(value.shape for value in self.node.results)
+
+
+class Randomness(Protocol):
+    """Where random numbers come from."""
+
+    def uniform(self, local: Local, shape: Sequence[int], placement: Placement, *, normal: bool = False) -> Tensor:
+        """This device's part of a whole tensor of random numbers: the same on whole values, its own on pieces."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """One device's part of a call."""
+
+    call: Call
+    rule: Rule
+    tensors: tuple[Tensor, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of its results
+    device: int
+    pieces: tuple[int, ...]  # of the index that is cut, in units, for every device; empty if none is
+    random: Randomness
+
+    def args(self) -> tuple[list[Any], dict[str, Any]]:
+        where = self.tensors[0].device if self.tensors else torch.device("cpu")
+        return filled(self.call.node, self.tensors, where)
+
+    def run(self, **changed: Any) -> Any:
+        """Call the op on the pieces, with some arguments changed."""
+        args, kwargs = self.args()
+        if changed:
+            overload = aten_overload(self.call.node.op)
+            names = [a.name for a in overload._schema.arguments] if overload is not None else []
+            for name, value in changed.items():
+                if name in names[: len(args)]:
+                    args[names.index(name)] = value
+                else:
+                    kwargs[name] = value
+        return resolve_op(self.call.node.op)(*args, **kwargs)
+
+    def slots(self) -> list[Tensor | None]:
+        """The local tensors, one entry per tensor argument of the schema."""
+        feed = iter(self.tensors)
+        return [None if slot is None else next(feed) for slot in self.call.tensor_slots()]
+
+    def start(self, placement: Placement) -> int:
+        """Where in its dim this device's piece begins."""
+        return start_of(self.pieces, self.device) * placement.unit
+
+    def fraction(self, k: int = 0) -> float:
+        """How much of operand `k` this device holds."""
+        whole = self.call.operands[k].elements
+        return self.tensors[k].numel() / whole if whole else 1.0
+
+    def draw(self, *, normal: bool = False, result: int = 0) -> Tensor:
+        """Random numbers for a result of this call."""
+        return self.random.uniform(self, self.call.node.results[result].shape, self.rule.gives[result], normal=normal)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question to the other devices: convert this tensor's placement, or take the largest of every element."""
+
+    tensor: Tensor
+    source: str = "P"
+    to: str = "R"
+    largest: bool = False
+
+
+Talking = Generator[Ask, Tensor, Any]
+Implementation = Callable[[Local], Any]
+Written = str | tuple[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A rule that cuts an index the line keeps whole, by an implementation of its own.
+
+    Results that do not carry the index are placed as `lacking`. An implementation that asks where its piece starts
+    needs it `in_one_block`. One that is not `exact` relaxes the model and is used only where the user allows it.
+    """
+
+    index: str
+    how: str
+    implementation: Implementation
+    lacking: Placement
+    in_one_block: bool = False
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One entry of the table: the line, and what cannot be said in a line.
+
+    `line` is a text, or a function of the call that returns a text (and sizes of indices that shapes do not tell).
+    `local` computes a piece where calling the op on the pieces would not, for example because it takes sizes.
+    """
+
+    line: str | Callable[[Call], Written]
+    local: Implementation | None = None
+    talks: Callable[[Call], Sequence[Talk]] | None = None
+    random: bool = False
+
+
+def number(value: Arg | Any) -> float:
+    """A scalar argument as a number; a tensor in its place counts as not a number."""
+    return float(value) if isinstance(value, bool | int | float) else float("nan")
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def letters(rank: int, whole: Sequence[int] = ()) -> list[str]:
+    """A letter per dim, upper case for those kept whole."""
+    kept = {dim % rank for dim in whole} if rank else set()
+    return [LETTERS[d].upper() if d in kept else LETTERS[d] for d in range(rank)]
+
+
+def spec(names: Sequence[str]) -> str:
+    return " ".join(names) or "()"

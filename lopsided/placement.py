@@ -1,0 +1,173 @@
+"""What a device holds of a value, and how a length is cut into unequal pieces.
+
+In: nothing. Out: `Placement` (`I`, `R`, `P`, `S(dim)`) and `cut`, the integer pieces of a length.
+
+A shard placement names more than a dim. "Cuts belong to indices, not to tensors": twenty rows of seven seen as one
+dim of 140 must be cut between rows. So a shard sees its dim as `outer × length × unit` elements and cuts
+the `length` in the middle: `S0/7` above, with unit 7. An outer count lets the three matrices of a fused
+query-key-value projection be cut alike (`S0x3/64`: three blocks, each cut in heads of 64).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lopsided.errors import ProgramError, SharesError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Placement:
+    """One of `I`, `R`, `P`, or a shard `S` along `dim`, cut in the middle of `outer × length × unit`.
+
+    >>> str(S(2)), str(S(0, unit=7)), str(S(1, outer=3, unit=64))
+    ('S2', 'S0/7', 'S1x3/64')
+    """
+
+    kind: str
+    dim: int = -1
+    outer: int = 1
+    unit: int = 1
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+    @property
+    def is_whole(self) -> bool:
+        """Every device holds the whole value (`I` and `R` differ in what their gradient is)."""
+        return self.kind in ("I", "R")
+
+    def __str__(self) -> str:
+        if not self.is_shard:
+            return self.kind
+        outer = f"x{self.outer}" if self.outer > 1 else ""
+        unit = f"/{self.unit}" if self.unit > 1 else ""
+        return f"S{self.dim}{outer}{unit}"
+
+    __repr__ = __str__
+
+    def length(self, shape: Sequence[int]) -> int:
+        """How many units there are to cut."""
+        return shape[self.dim] // (self.outer * self.unit)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        if not self.is_shard:
+            return True
+        return 0 <= self.dim < len(shape) and shape[self.dim] % (self.outer * self.unit) == 0
+
+    def local_shape(self, shape: Sequence[int], pieces: Sequence[int], device: int) -> tuple[int, ...]:
+        """The shape of what `device` holds, given the pieces (in units) of every device."""
+        if not self.is_shard:
+            return tuple(shape)
+        local = list(shape)
+        local[self.dim] = self.outer * pieces[device] * self.unit
+        return tuple(local)
+
+
+I = Placement("I")  # noqa: E741  (the paper-and-pencil name; `lopsided.placement.I` is clear where it is used)
+R = Placement("R")
+P = Placement("P")
+
+
+@lru_cache(maxsize=None)
+def S(dim: int, outer: int = 1, unit: int = 1) -> Placement:
+    return Placement("S", dim, outer, unit)
+
+
+_TEXT = re.compile(r"S(\d+)(?:x(\d+))?(?:/(\d+))?")
+
+
+def parse_placement(text: str) -> Placement:
+    """The placement that prints as `text`."""
+    if text in ("I", "R", "P"):
+        return Placement(text)
+    match = _TEXT.fullmatch(text)
+    if not match:
+        raise ProgramError(
+            f"{text!r} is not a placement", do="write I, R, P, S<dim>, S<dim>/<unit> or S<dim>x<outer>/<unit>"
+        )
+    dim, outer, unit = match.groups(default="1")
+    return S(int(dim), int(outer), int(unit))
+
+
+def check_shares(shares: Sequence[float]) -> tuple[float, ...]:
+    """The shares as a tuple, refused unless they are fractions of one."""
+    text = ", ".join(f"{share:g}" for share in shares)
+    if not shares:
+        raise SharesError("there are no shares", do="give one share per device, for example 0.5,0.3,0.2")
+    if any(not math.isfinite(share) for share in shares):
+        raise SharesError(f"shares must be finite numbers, got {text}", do="give each device a fraction of the work")
+    if any(share < 0 for share in shares):
+        raise SharesError(f"a share is negative: {text}", do="give a device that should do nothing a share of 0")
+    if abs(sum(shares) - 1) > 1e-6:
+        raise SharesError(
+            f"shares sum to {sum(shares):g}, not 1: {text}",
+            do="divide each by their sum: " + ", ".join(f"{s / (sum(shares) or 1):.4g}" for s in shares),
+        )
+    return tuple(float(share) for share in shares)
+
+
+@lru_cache(maxsize=65536)
+def cut(length: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Cut `length` units into pieces as near to the shares as whole units allow (largest remainder).
+
+    >>> cut(7, (0.5, 0.3, 0.2))
+    (4, 2, 1)
+    >>> cut(2, (0.25, 0.25, 0.5)), cut(5, (0.0, 1.0))
+    ((1, 0, 1), (0, 5))
+    """
+    ideal = [length * share for share in shares]
+    pieces = [math.floor(x + 1e-9) for x in ideal]
+    # Ties go to the device with the lower number, so that a cut is a function of its arguments. A device with a
+    # share of 0 never gets a unit, even when rounding leaves one over.
+    by_remainder = sorted(
+        (d for d in range(len(shares)) if shares[d] > 0), key=lambda d: (pieces[d] - ideal[d], d)
+    )
+    for k in range(length - sum(pieces)):
+        pieces[by_remainder[k % len(by_remainder)]] += 1
+    return tuple(pieces)
+
+
+def start_of(pieces: Sequence[int], device: int) -> int:
+    return sum(pieces[:device])
+
+
+def take_piece(whole: Tensor, placement: Placement, pieces: Sequence[int], device: int) -> Tensor:
+    """The part of a whole value that `device` holds under a shard placement."""
+    dim, start, count = placement.dim, start_of(pieces, device), pieces[device]
+    if placement.outer == 1:
+        return whole.narrow(dim, start * placement.unit, count * placement.unit)
+    blocks = whole.unflatten(dim, (placement.outer, -1))
+    return blocks.narrow(dim + 1, start * placement.unit, count * placement.unit).flatten(dim, dim + 1)
+
+
+def join_pieces(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    """The whole value whose pieces these are: the inverse of `take_piece` over all devices."""
+    dim = placement.dim
+    if placement.outer == 1:
+        return torch.cat(list(parts), dim)
+    shape = parts[0].shape
+    blocks = [
+        part.reshape(*shape[:dim], placement.outer, part.shape[dim] // placement.outer, *shape[dim + 1 :])
+        for part in parts
+    ]
+    return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
+
+
+def place_in_zeros(part: Tensor, placement: Placement, shape: Sequence[int], pieces: Sequence[int], device: int) -> Tensor:
+    """A whole-sized value that is this device's piece where it belongs and zero elsewhere."""
+    whole = part.new_zeros(tuple(shape))
+    dim, start, count = placement.dim, start_of(pieces, device), pieces[device]
+    if placement.outer == 1:
+        whole.narrow(dim, start * placement.unit, count * placement.unit).copy_(part)
+    else:
+        into = whole.unflatten(dim, (placement.outer, -1)).narrow(dim + 1, start * placement.unit, count * placement.unit)
+        into.copy_(part.reshape(into.shape))
+    return whole

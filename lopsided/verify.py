@@ -1,0 +1,183 @@
+"""Proof by trial: random programs on unequal imaginary devices against one device, in float64.
+
+In: a model, a batch, shares. Out: `Verification` — the worst relative error over loss, gradients and buffers, the worst
+program, and how often every placement and conversion was used. First the captured graph is compared with the model
+itself, then every program with the graph on one device.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lopsided.call import call_op, surroundings
+from lopsided.capture import LossFn, capture, flatten_batch, loss_of
+from lopsided.graph import Graph, Leaf, Value
+from lopsided.placement import check_shares
+from lopsided.program import Program, check_program
+from lopsided.rules import derive_rules
+from lopsided.sample import random_program, random_shares
+from lopsided.simulate import Simulation, one_device, simulate, tensors_of
+from lopsided.trial import relative_error, widen_argument
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One program, its shares, and the worst of its errors with where it was."""
+
+    program: Program
+    shares: tuple[float, ...]
+    error: float
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The outcome of a verification."""
+
+    graph: Graph
+    capture_error: float
+    trials: tuple[Trial, ...]
+    placements: Mapping[str, int]
+    conversions: Mapping[str, int]
+    rules: Mapping[str, int]
+    by_experiment: tuple[str, ...]
+
+    @property
+    def worst(self) -> Trial:
+        return max(self.trials, key=lambda trial: trial.error)
+
+    @property
+    def passed(self) -> bool:
+        return self.capture_error <= TOLERANCE and all(trial.error <= TOLERANCE for trial in self.trials)
+
+
+def verify(
+    model: nn.Module,
+    batch: object,
+    *,
+    shares: Sequence[float] | None = None,
+    devices: int = 3,
+    programs: int = 50,
+    seed: int = 0,
+    loss_fn: LossFn | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Verification:
+    """Run random programs of `model` and compare. The given shares come first, random ones after."""
+    first = check_shares(shares) if shares is not None else None
+    model64, batch64 = copy.deepcopy(model).double(), _double(batch)
+    graph = capture(model64, batch64, loss_fn=loss_fn)
+    capture_error = _capture_error(graph, model64, batch64, loss_fn, seed)
+    wide = in_float64(graph)
+    book = derive_rules(wide)
+    reference = simulate(one_device(wide), model64, batch64, (1.0,), seed=seed)
+    state = random.Random(seed)
+    used: dict[str, Counter[str]] = {"placements": Counter(), "conversions": Counter(), "rules": Counter()}
+    trials = []
+    for k in range(programs):
+        program = random_program(book, state)
+        check_program(program, book)
+        fractions = first if first is not None and k % 2 == 0 else random_shares(len(first or ()) or devices, state)
+        found = simulate(program, model64, batch64, fractions, seed=seed)
+        error, where = compare(found, reference)
+        trials.append(Trial(program, fractions, error, where))
+        _count(program, used)
+        progress(k + 1)
+    ops = tuple(dict.fromkeys(node.op for node in book.by_experiment))
+    return Verification(graph, capture_error, tuple(trials), used["placements"], used["conversions"], used["rules"], ops)
+
+
+def _count(program: Program, used: dict[str, Counter[str]]) -> None:
+    for step in program.steps:
+        used["rules"][step.rule.how] += 1
+        used["placements"].update(give.kind for give in step.rule.gives)
+    used["placements"].update(placement.kind for _, placement in program.leaves)
+    for _, source, to in program.conversions():
+        name = f"{source.kind}→{to.kind}" + ("'" if source.is_shard and to.is_shard else "")
+        used["conversions"][name] += 1
+
+
+def compare(found: Simulation, expected: Simulation) -> tuple[float, str]:
+    """The worst relative error, and what has it."""
+    errors = [(relative_error(found.loss, expected.loss), "loss"), (found.spread, "replicas that should be equal")]
+    # A gradient that is nothing but rounding (a key's bias under softmax) is measured against the largest there is.
+    largest = max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
+    for name, gradient in expected.gradients.items():
+        errors.append((relative_error(found.gradients[name], gradient, largest * 1e-5), f"gradient of {name}"))
+    for name, buffer in expected.buffers.items():
+        errors.append((relative_error(found.buffers[name], buffer), f"buffer {name}"))
+    return max(errors, key=lambda pair: pair[0])
+
+
+def in_float64(graph: Graph) -> Graph:
+    """The graph with every number in float64, also where the model casts to less: rounding must not hide mistakes."""
+
+    def widen(value: Value) -> Value:
+        wide = {"f32": "f64", "f16": "f64", "bf16": "f64", "c64": "c128"}
+        return replace(value, dtype=wide.get(value.dtype, value.dtype))
+
+    def leaf(old: Leaf) -> Leaf:
+        return replace(old, value=widen(old.value))
+
+    nodes = tuple(
+        replace(
+            node,
+            args=tuple(widen_argument(arg) for arg in node.args),
+            kwargs=tuple((key, widen_argument(arg)) for key, arg in node.kwargs),
+            results=tuple(map(widen, node.results)),
+            context=replace(node.context, autocast=""),
+        )
+        for node in graph.nodes
+    )
+    return Graph(tuple(map(leaf, graph.leaves)), nodes, graph.loss, graph.updates)
+
+
+def _double(batch: object) -> object:
+    tensors, rebuild = flatten_batch(batch)
+    wide = [t.double() if t.dtype.is_floating_point else t.clone() for t in tensors.values()]
+    args, kwargs = rebuild(wide)
+    return kwargs or args
+
+
+def _capture_error(graph: Graph, model: nn.Module, batch: object, loss_fn: LossFn | None, seed: int) -> float:
+    """How far the captured graph, run op by op in the model's order, is from the model itself."""
+    _, rebuild = flatten_batch(batch)
+    args, kwargs = rebuild(list(flatten_batch(batch)[0].values()))
+    eager = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    loss = loss_of(eager(*args, **kwargs), batch, loss_fn)
+    loss.backward()
+    values: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(graph, model, batch).items():
+        values[name] = tensor.clone().requires_grad_(graph.values[name].grad)
+    leaves = dict(values)
+    torch.manual_seed(seed)
+    for node in graph.nodes:
+        with surroundings(node.context):
+            made = call_op(node, [values[name] for name in node.operands], torch.device("cpu"))
+        for value, tensor in zip(node.results, made if isinstance(made, tuple | list) else [made], strict=True):
+            values[value.name] = tensor
+    values[graph.loss].backward()
+    found, expected = {}, {}
+    for leaf in graph.parameters:
+        if leaf.value.grad:
+            parameter = eager.get_parameter(leaf.target)
+            zero = torch.zeros_like(parameter)
+            expected[leaf.target] = zero if parameter.grad is None else parameter.grad
+            gradient = leaves[leaf.value.name].grad
+            found[leaf.target] = zero if gradient is None else gradient
+    buffers = {buffer: values[name].detach() for buffer, name in graph.updates}
+    after = {buffer: eager.get_buffer(buffer) for buffer, _ in graph.updates}
+    error, _ = compare(
+        Simulation(values[graph.loss].detach().reshape(()), found, buffers, 0.0),
+        Simulation(loss.detach().reshape(()), expected, after, 0.0),
+    )
+    return error
