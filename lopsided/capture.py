@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
@@ -48,12 +49,28 @@ def capture(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -
     `batch` is a mapping (keyword arguments), a tuple (positional arguments) or a single argument. `loss_fn(output,
     batch)` makes a scalar where the model returns something else.
     """
+    return record_saved(without_unused(trace(model, batch, loss_fn=loss_fn)))
+
+
+def trace(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -> Graph:
+    """Every call the model makes, also those that nothing depends on: a draw that is thrown away still draws."""
     tensors, rebuild = flatten_batch(batch)
     wrapped = _Loss(model, rebuild, loss_fn)
     _check_call(model, rebuild(list(tensors.values())))
     exported = _export(wrapped, _on_one_device(model, tensors))
-    tracer = _Tracer(model, exported, list(tensors))
-    return record_saved(tracer.graph())
+    return _Tracer(model, exported, list(tensors)).graph()
+
+
+def without_unused(graph: Graph) -> Graph:
+    """The graph without what neither the loss nor a buffer needs; parameters and inputs stay, used or not."""
+    wanted = {graph.loss, *(value for _, value in graph.updates)}
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if any(value.name in wanted for value in node.results):
+            kept.append(node)
+            wanted.update(node.operands)
+    leaves = tuple(leaf for leaf in graph.leaves if leaf.kind in ("input", "parameter") or leaf.value.name in wanted)
+    return Graph(leaves, tuple(reversed(kept)), graph.loss, graph.updates)
 
 
 def flatten_batch(batch: object) -> tuple[dict[str, Tensor], Callable[[list[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]]:
@@ -244,6 +261,7 @@ class _Tracer:
         self.names: dict[fx.Node, Arg] = {}
         self.taken: set[str] = set()
         self.tied: dict[int, str] = {}
+        self.unknown: dict[fx.Node, CaptureError] = {}
 
     def graph(self) -> Graph:
         specs = iter(self.exported.graph_signature.input_specs)
@@ -257,8 +275,7 @@ class _Tracer:
             results = self.inline(module, Context())
         loss = self.body.current(_name_of(results[0], "the loss"))
         updates = tuple((b, self.body.current(v)) for b, v in self.body.updates.items() if self.body.current(v) != v)
-        nodes, leaves = _only_used(self.body.nodes, self.leaves, {loss, *(value for _, value in updates)})
-        return Graph(leaves, nodes, loss, updates)
+        return Graph(tuple(self.leaves), tuple(self.body.nodes), loss, updates)
 
     def leaf(self, node: fx.Node, spec: Any) -> None:
         target = (spec.target or "").removeprefix("model.")
@@ -350,16 +367,27 @@ class _Tracer:
         elif "activation_checkpoint" in name:
             body, *rest = node.args
             self.subgraph(node, module, body, rest, context)
-        elif not isinstance(target, torch._ops.OpOverload):
-            raise CaptureError(
-                f"the model uses {name}, which is not an op on tensors",
-                where=str(source),
-                do="write it with tensor operations of fixed shape",
-            )
-        elif target.name().partition("::")[2].startswith(_CHECKS):
+        elif isinstance(target, OpOverload) and target.name().partition("::")[2].startswith(_CHECKS):
             return
+        elif not isinstance(target, OpOverload) or not _is_tensors(node.meta.get("val")):
+            # A number read from a tensor. Most end in a check, which is dropped; refused where an op needs it.
+            self.unknown[node] = self.refusal(node, source)
         else:
             self.op(node, target, context, source)
+
+    def refusal(self, node: fx.Node, source: Source) -> CaptureError:
+        if isinstance(node.target, OpOverload):
+            return CaptureError(
+                "an op needs a Python number that the model reads from a tensor",
+                where=str(source),
+                do="keep it a tensor, or compute it from shapes and constants",
+            )
+        called = getattr(node.target, "__name__", str(node.target))
+        return CaptureError(
+            f"the model calls {called}, which is not an op on tensors",
+            where=str(source),
+            do="write it with tensor operations of fixed shape, without torch.vmap or other transforms",
+        )
 
     def subgraph(self, node: fx.Node, module: fx.GraphModule, body: Any, rest: list[Any], context: Context) -> None:
         inner = _attribute(module, str(body.target))
@@ -368,10 +396,12 @@ class _Tracer:
             self.names[placeholder] = self.arg(given)
         self.names[node] = self.inline(inner, context)
 
-    def op(self, node: fx.Node, target: torch._ops.OpOverload, context: Context, source: Source) -> None:
+    def op(self, node: fx.Node, target: OpOverload, context: Context, source: Source) -> None:
         results = tuple(self.results(node, source))
         args = tuple(self.arg(arg) for arg in node.args)
-        kwargs = tuple((key, self.arg(arg)) for key, arg in node.kwargs.items())
+        # In the order of the schema, so that operands are listed alike however the call was written.
+        order = [argument.name for argument in target._schema.arguments]
+        kwargs = tuple((key, self.arg(node.kwargs[key])) for key in sorted(node.kwargs, key=order.index))
         call = Node(str(target), args, kwargs, results, context, source=source)
         if call.op == "aten.batch_norm.default":
             self.names[node] = self.batch_norm(call)
@@ -382,13 +412,13 @@ class _Tracer:
 
     def results(self, node: fx.Node, source: Source) -> Iterator[Value]:
         made = node.meta["val"]
-        tensors = [made] if isinstance(made, Tensor) else list(made) if isinstance(made, tuple | list) else [made]
+        tensors = [made] if isinstance(made, Tensor) else list(made)
         for k, tensor in enumerate(tensors):
-            if not isinstance(tensor, Tensor) or not all(isinstance(size, int) for size in tensor.shape):
+            if not all(isinstance(size, int) for size in tensor.shape):
                 raise CaptureError(
-                    f"{node.target} makes something whose size depends on the data",
+                    f"{node.target} makes a tensor whose size depends on the data",
                     where=str(source),
-                    do="use torch.where or masks of fixed shape in place of boolean indexing, nonzero or .item()",
+                    do="use torch.where or masks of fixed shape in place of boolean indexing and nonzero",
                 )
             yield self.value(node.name if len(tensors) == 1 else f"{node.name}_{k}", tensor)
 
@@ -417,6 +447,8 @@ class _Tracer:
 
     def arg(self, arg: Any) -> Arg:
         if isinstance(arg, fx.Node):
+            if arg in self.unknown:
+                raise self.unknown[arg]
             return self.names[arg]
         if isinstance(arg, tuple | list):
             return tuple(self.arg(part) for part in arg)
@@ -430,6 +462,10 @@ class _Tracer:
         if arg is None or isinstance(arg, bool | int | float | complex | str):
             return arg
         raise CaptureError(f"an op takes {arg!r}, which depends on the data", do="make the number a Python constant")
+
+
+def _is_tensors(made: object) -> bool:
+    return isinstance(made, Tensor) or (isinstance(made, tuple | list) and all(isinstance(t, Tensor) for t in made))
 
 
 def _name_of(arg: Arg, what: str) -> str:
@@ -460,15 +496,3 @@ def _source(node: fx.Node) -> Source:
     path = stack[-1][0] if stack else ""
     return Source(file, line, function, path.removeprefix("model").removeprefix("."))
 
-
-def _only_used(
-    nodes: list[Node], leaves: list[Leaf], wanted: set[str]
-) -> tuple[tuple[Node, ...], tuple[Leaf, ...]]:
-    """Drop what neither the loss nor a buffer needs; parameters and inputs stay, used or not."""
-    kept: list[Node] = []
-    for node in reversed(nodes):
-        if any(value.name in wanted for value in node.results):
-            kept.append(node)
-            wanted.update(node.operands)
-    stay = tuple(leaf for leaf in leaves if leaf.kind in ("input", "parameter") or leaf.value.name in wanted)
-    return tuple(reversed(kept)), stay

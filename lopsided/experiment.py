@@ -3,11 +3,19 @@
 In: a `Call`. Out: the rules that held when they were tried. Every way to cut one length out of the operands and results
 is a hypothesis; it is tried on small inputs with unequal pieces, forward and backward, and kept if the joined values are
 those of one device. The same enumeration tells the validator which valid rules a line in the table does not derive.
+
+Most hypotheses are wrong, and a kernel given operands that do not fit may do worse than raise. So the experiment runs in
+a forked child: if that dies, the op runs whole, and the model's process goes on.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import select
+import signal
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,12 +26,13 @@ from lopsided.call import call_op
 from lopsided.graph import DTYPE_NAMES, Arg, Ref, Value, signature
 from lopsided.notation import Rule
 from lopsided.ops.op import Call
-from lopsided.placement import I, P, Placement, R, S
+from lopsided.placement import I, P, Placement, R, S, parse_placement
 from lopsided.trial import in_float64, random_operands, try_rule
 
 _TOLERANCE = 1e-9
 _MOST_HYPOTHESES = 4000
 _LARGE = 1 << 18
+_PATIENCE_S = 60.0
 _known: dict[object, tuple[Rule, ...]] = {}
 
 
@@ -35,8 +44,50 @@ def rules_by_experiment(call: Call) -> tuple[Rule, ...]:
     """All rules that hold for this call, the whole ones first; remembered by the call's signature."""
     key = signature(call.node, {value.name: value for value in call.operands})
     if key not in _known:
-        _known[key] = (*whole_rules(call), *_found(call))
+        _known[key] = (*whole_rules(call), *_found_in_a_child(call))
     return _known[key]
+
+
+def _found_in_a_child(call: Call) -> tuple[Rule, ...]:
+    if not hasattr(os, "fork"):
+        return tuple(_found(call))
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        # Python warns about forks of processes with threads; this child takes one thread and no lock.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reading)
+            torch.set_num_threads(1)
+            found = [[list(map(str, rule.needs)), list(map(str, rule.gives))] for rule in _found(call)]
+            with os.fdopen(writing, "w") as out:
+                json.dump(found, out)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    told = _read(reading, child)
+    _, status = os.waitpid(child, 0)
+    if status != 0 or not told:
+        return ()
+    return tuple(
+        Rule(tuple(map(parse_placement, needs)), tuple(map(parse_placement, gives))) for needs, gives in json.loads(told)
+    )
+
+
+def _read(reading: int, child: int) -> str:
+    """What the child has to say; a kernel that hangs is ended."""
+    told = b""
+    with os.fdopen(reading, "rb") as pipe:
+        while select.select([pipe], [], [], _PATIENCE_S)[0]:
+            part = os.read(pipe.fileno(), 1 << 16)
+            if not part:
+                return told.decode()
+            told += part
+    os.kill(child, signal.SIGKILL)
+    return ""
 
 
 def _found(call: Call) -> Iterator[Rule]:

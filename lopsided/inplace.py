@@ -23,6 +23,11 @@ _RENAMED = {
     "zero_": "zero",
     "detach_": "detach",
 }
+# Ops that take another tensor only for its shape or dtype, written as the op that takes these as arguments: the other
+# tensor's values do not matter, and its placement must not.
+_AS = {"aten.expand_as.default": "aten.expand.default", "aten.view_as.default": "aten.reshape.default",
+       "aten.reshape_as.default": "aten.reshape.default", "aten.type_as.default": "aten.to.dtype"}
+_NEW = {"new_zeros": 0, "new_ones": 1, "new_empty": 0}
 # Ops that hand their first argument on. A constant needs no copy here, because nothing is written to.
 _SAME = ("aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.alias.default")
 # Annotated as views by torch, but new memory unless shape, dtype and order are already right.
@@ -73,6 +78,7 @@ class Functional:
         """Add one call; returns the names of its results."""
         if node.op in _SAME and isinstance(node.args[0], Ref):
             return (node.args[0].name,)
+        node = _without_likeness(node)
         written = _written_argument(target)
         if target is not None and written is not None:
             return (self._write(node, target, written),)
@@ -169,6 +175,19 @@ class Functional:
         self._newer[name] = content
         self._clock += 1
         self._written[root] = self._made[content] = self._clock
+
+
+def _without_likeness(node: Node) -> Node:
+    value, packet = node.results[0], node.op.split(".")[1]
+    if node.op in _AS:
+        like = Atom("dtype", value.dtype) if packet == "type_as" else value.shape
+        return replace(node, op=_AS[node.op], args=(node.args[0], like), kwargs=())
+    if packet in _NEW or packet == "new_full":
+        content = node.args[2] if packet == "new_full" else _NEW[packet]
+        device = Atom("device", "cpu")  # stands for the device the graph is run on
+        kwargs = (("dtype", Atom("dtype", value.dtype)), ("device", device))
+        return replace(node, op="aten.full.default", args=(value.shape, content), kwargs=kwargs)
+    return node
 
 
 def _written_argument(target: OpOverload | None) -> int | None:

@@ -296,11 +296,14 @@ def _lengths(
     lengths: dict[str, int],
 ) -> dict[str, int]:
     merged: list[tuple[Dim, int]] = []
+    ones: set[str] = set()
     for spec, shape in zip(specs, shapes, strict=True):
         for dim, size in zip(spec or (), shape or (), strict=True):
-            if dim == ("1",) or size == 1:
+            if dim == ("1",):
                 continue
-            if len(dim) > 1:
+            if size == 1:
+                ones.update(dim)
+            elif len(dim) > 1:
                 merged.append((dim, size))
             elif lengths.setdefault(dim[0], size) != size:
                 raise NotationError(
@@ -309,23 +312,26 @@ def _lengths(
                     do="use different letters for dims that are not the same",
                 )
     for dim, size in merged:
+        for name in dim:
+            if name in ones:
+                lengths.setdefault(name, 1)
         unknown = [name for name in dim if name not in lengths]
         known = 1
         for name in dim:
             known *= lengths.get(name, 1)
-        if len(unknown) > 1 or size % known or (not unknown and known != size):
+        if len(unknown) > 1 or (known and size % known) or (not unknown and known != size):
             raise NotationError(
                 f"merged dim ({' '.join(dim)}) does not fit length {size}", where=repr(line.text), do="give the sizes of its parts"
             )
         if unknown:
-            lengths[unknown[0]] = size // known
+            lengths[unknown[0]] = size // known if known else 0
     return lengths
 
 
 def _carried(line: Line, spec: list[Dim], shape: Sequence[int], lengths: Mapping[str, int]) -> dict[str, Where]:
     carried: dict[str, Where] = {}
     for position, (dim, size) in enumerate(zip(spec, shape, strict=True)):
-        if dim == ("1",) or size == 1:
+        if dim == ("1",) or size < 2:
             continue
         outer, unit = 1, size
         for name in dim:

@@ -146,7 +146,11 @@ def derive_rules(graph: Graph, *, exact: bool = True) -> RuleBook:
         if full_key not in known:
             known[full_key] = _book_rules(call, described[key], mine)
         rules[node.name] = known[full_key]
-    leaves = {leaf.value.name: _leaf_placements(leaf, graph, rules) for leaf in graph.leaves}
+    cuts: dict[str, dict[Placement, None]] = {}
+    for node in graph.nodes:
+        for k, name in enumerate(node.operands):
+            cuts.setdefault(name, {}).update((r.needs[k], None) for r in rules[node.name] if r.needs[k].is_shard)
+    leaves = {leaf.value.name: _leaf_placements(leaf, cuts.get(leaf.value.name, {})) for leaf in graph.leaves}
     return RuleBook(graph, rules, leaves, tuple(n for n in graph.nodes if n.name in calls and n.name not in lines), exact)
 
 
@@ -156,16 +160,12 @@ def _book_rules(call: Call, described: Described | None, variants: Mapping[str, 
     return tuple(dict.fromkeys(rule for rule in _described_rules(described, variants) if _sensible(rule, call)))
 
 
-def _leaf_placements(leaf: Leaf, graph: Graph, rules: Mapping[str, tuple[Rule, ...]]) -> tuple[Placement, ...]:
-    """A parameter is stored whole or cut along any dim; an input is loaded so; what is fixed is whole."""
+def _leaf_placements(leaf: Leaf, cuts: Mapping[Placement, None]) -> tuple[Placement, ...]:
+    """A parameter is stored whole or cut along any dim, an input is loaded so; what is fixed is whole."""
     if leaf.kind in ("buffer", "constant"):
         return (I,)
-    placements = [I, *(S(d) for d, size in enumerate(leaf.value.shape) if size > 1)]
-    for node in graph.nodes:
-        for k, name in enumerate(node.operands):
-            if name == leaf.value.name:
-                placements += [rule.needs[k] for rule in rules[node.name] if rule.needs[k].is_shard]
-    return tuple(dict.fromkeys(placements))
+    plain = [S(d) for d, size in enumerate(leaf.value.shape) if size > 1]
+    return tuple(dict.fromkeys([I, *plain, *cuts]))
 
 
 # Variants

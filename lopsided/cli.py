@@ -1,0 +1,359 @@
+"""The command line: the only place that prints.
+
+`main` turns every `LopsidedError` into a short message and an exit status: 2 for what the user gave, 1 for a check that
+failed. `-v` shows the traceback as well.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lopsided.capture import capture
+from lopsided.errors import InputError, LopsidedError, ModelError, SharesError
+from lopsided.graph import Graph
+from lopsided.models import load
+from lopsided.placement import check_shares
+from lopsided.rules import RuleBook, derive_rules
+from lopsided.sample import random_program
+from lopsided.samples import sampled_ops, samples_of
+from lopsided.simulate import one_device, simulate
+from lopsided.validate import Finding, validate
+from lopsided.verify import TOLERANCE, Verification, compare, in_float64, verify
+
+app = typer.Typer(
+    name="lopsided",
+    help="Train an ordinary PyTorch model on devices that are not alike.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+_verbose = False
+
+
+def _set_verbose(value: bool) -> bool:
+    global _verbose
+    _verbose = _verbose or value
+    return value
+
+
+Model = Annotated[
+    str,
+    typer.Argument(help="A zoo name with sizes (gpt2:layers=2,width=64), file.py:function, package.module:function, or hf:ClassName:key=value"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Batch = Annotated[int | None, typer.Option(help="Samples in a batch.", min=1)]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose, help="Show tracebacks.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+
+
+def main() -> NoReturn:
+    """Run the command line; errors become messages."""
+    try:
+        app(standalone_mode=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except LopsidedError as error:
+        if _verbose:
+            err.print_exception()
+        err.print(f"[bold]{type(error).__name__}[/bold]: {escape(str(error))}")
+        sys.exit(2 if isinstance(error, InputError) else 1)
+    sys.exit(0)
+
+
+# capture
+
+
+@app.command("capture")
+def capture_command(
+    model: Model,
+    batch: Batch = None,
+    rules: Annotated[bool, typer.Option("--rules", help="Also print the rules of every node.")] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Capture a model as one graph, and print it."""
+    with _on_meta():
+        module, data = load(model, batch=batch)
+    started = time.perf_counter()
+    graph = capture(module, data)
+    captured_s = time.perf_counter() - started
+    book = derive_rules(graph)
+    facts = _graph_facts(graph, book) | {"capture_s": captured_s, "rules_s": time.perf_counter() - started - captured_s}
+    if as_json:
+        out.print_json(json.dumps({"model": model, **facts, "graph": graph.text()}))
+        return
+    out.print(escape(_with_rules(graph, book) if rules else graph.text(sources=True)))
+    words = ", ".join(f"{facts[key]:,} {key}" for key in ("nodes", "parameters", "rules"))
+    out.print(f"{words}; fingerprint {graph.fingerprint}; captured in {captured_s:.2f} s")
+    _say_experiments(book)
+
+
+def _on_meta() -> Any:
+    """Capturing needs shapes only: a model of any size is built without memory."""
+    return torch.device("meta")
+
+
+def _graph_facts(graph: Graph, book: RuleBook) -> dict[str, Any]:
+    return {
+        "nodes": len(graph.nodes),
+        "parameters": sum(leaf.value.elements for leaf in graph.parameters),
+        "rules": sum(len(rules) for rules in book.rules.values()),
+        "fingerprint": graph.fingerprint,
+        "by_experiment": sorted({node.op for node in book.by_experiment}),
+        "only_whole": sorted({node.op for node in book.only_whole}),
+    }
+
+
+def _with_rules(graph: Graph, book: RuleBook) -> str:
+    lines = []
+    for node in graph.nodes:
+        lines.append(f"{', '.join(map(str, node.results))} = {node.op}  {node.source}")
+        lines += [f"    {rule}" for rule in book.rules[node.name]]
+    return "\n".join(lines)
+
+
+def _say_experiments(book: RuleBook) -> None:
+    for op in sorted({node.op for node in book.by_experiment}):
+        node = next(n for n in book.by_experiment if n.op == op)
+        rules = book.rules[node.name]
+        out.print(escape(f"{op} has no line in the table: {len(rules)} rules found by experiment  {node.source}"))
+
+
+# rules
+
+
+@app.command("rules")
+def rules_command(
+    op: Annotated[str, typer.Option(help="Only this op, for example linear or aten.linear.default.")] = "",
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Validate the table of rules on real kernels: wrong rules, and valid rules it does not derive."""
+    ops = _ops_named(op)
+    torch.set_num_threads(1)  # thousands of tiny kernels: threads cost more than they bring
+    findings: list[Finding] = []
+    with _progress("validating", len(ops), quiet=as_json) as advance:
+        for name in ops:
+            findings += [validate(example) for example in samples_of(name)]
+            advance()
+    wrong = sum(len(finding.wrong) for finding in findings)
+    if as_json:
+        out.print_json(json.dumps(_findings_json(findings)))
+    else:
+        _print_findings(findings, details=bool(op))
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _ops_named(op: str) -> list[str]:
+    ops = sampled_ops()
+    if not op:
+        return ops
+    found = [name for name in ops if op in (name, name.split(".")[1], ".".join(name.split(".")[:2]))]
+    if not found:
+        close = difflib.get_close_matches(op, [name.split(".")[1] for name in ops], 3, 0.5)
+        hint = f"did you mean {', '.join(dict.fromkeys(close))}? " if close else ""
+        raise ModelError(f"no op {op!r} in the table", do=f"{hint}`lopsided rules` lists all {len(ops)}")
+    return found
+
+
+def _findings_json(findings: list[Finding]) -> dict[str, Any]:
+    return {
+        "ops": len({finding.sample.op for finding in findings}),
+        "samples": len(findings),
+        "rules": sum(len(finding.rules) for finding in findings),
+        "wrong": [
+            {"sample": str(f.sample), "line": f.line, "rule": str(rule), "error": _finite(error)}
+            for f in findings
+            for rule, error in f.wrong
+        ],
+        "missing": [{"sample": str(f.sample), "line": f.line, "rule": str(r)} for f in findings for r in f.missing],
+        "findings": [
+            {"op": f.sample.op, "sample": str(f.sample), "line": f.line, "rules": [str(rule) for rule, _ in f.rules]}
+            for f in findings
+        ],
+    }
+
+
+def _finite(error: float) -> float | str:
+    return error if math.isfinite(error) else "refused"
+
+
+def _print_findings(findings: list[Finding], *, details: bool) -> None:
+    if details:
+        for finding in findings:
+            out.print(escape(f"{finding.sample}\n  {finding.line}"))
+            for rule, error in finding.rules:
+                out.print(escape(f"    {str(rule):<44} {'refused' if math.isinf(error) else f'{error:.1e}'}"))
+    else:
+        table = Table("op", "line", "samples", "rules", "worst error", box=None, pad_edge=False)
+        for op in dict.fromkeys(finding.sample.op for finding in findings):
+            mine = [finding for finding in findings if finding.sample.op == op]
+            worst = max((error for finding in mine for _, error in finding.rules), default=0.0)
+            rules = sum(len(finding.rules) for finding in mine)
+            table.add_row(op, escape(mine[0].line), str(len(mine)), str(rules), "refused" if math.isinf(worst) else f"{worst:.0e}")
+        out.print(table)
+    for finding in findings:
+        for rule, error in finding.wrong:
+            out.print(escape(f"WRONG    {finding.sample}  {finding.line}\n         {rule}  error {_finite(error)}"))
+        for rule in finding.missing:
+            out.print(escape(f"missing  {finding.sample}  {finding.line}\n         {rule}  holds and is not derived"))
+    rules = sum(len(finding.rules) for finding in findings)
+    wrong = sum(len(finding.wrong) for finding in findings)
+    missing = sum(len(finding.missing) for finding in findings)
+    ops = len({finding.sample.op for finding in findings})
+    out.print(f"{ops} ops, {len(findings)} samples, {rules} rules: {wrong} wrong, {missing} valid but not derived")
+
+
+# verify
+
+
+@app.command("verify")
+def verify_command(
+    model: Model,
+    shares: Annotated[str, typer.Option(help="What part each device does: .5,.3,.2")] = "0.5,0.3,0.2",
+    programs: Annotated[int, typer.Option(help="How many random programs.", min=1)] = 50,
+    batch: Batch = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run random programs on unequal imaginary devices and compare loss and gradients with one device."""
+    fractions = _parse_shares(shares)
+    torch.manual_seed(seed)
+    module, data = load(model, batch=batch)
+    _one_thread_if_small(module)
+    started = time.perf_counter()
+    with _progress("programs", programs, quiet=as_json) as advance:
+        result = verify(
+            module, data, shares=fractions, programs=programs, seed=seed, progress=lambda done: advance()
+        )
+    seconds = time.perf_counter() - started
+    if as_json:
+        out.print_json(json.dumps(_verification_json(model, result, seconds)))
+    else:
+        _print_verification(model, result, seconds)
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def _one_thread_if_small(module: torch.nn.Module) -> None:
+    # Kernels of a small model are shorter than the waking of a thread.
+    if sum(p.numel() for p in module.parameters()) < 1_000_000:
+        torch.set_num_threads(1)
+
+
+def _parse_shares(text: str) -> tuple[float, ...]:
+    try:
+        return check_shares([float(part) for part in text.split(",")])
+    except ValueError:
+        raise SharesError(f"{text!r} is not a list of numbers", where="--shares", do="write them like .5,.3,.2") from None
+
+
+def _verification_json(model: str, result: Verification, seconds: float) -> dict[str, Any]:
+    worst = result.worst
+    return {
+        "model": model,
+        "passed": result.passed,
+        "programs": len(result.trials),
+        "worst_error": _finite(worst.error),
+        "worst_where": worst.where,
+        "capture_error": _finite(result.capture_error),
+        "tolerance": TOLERANCE,
+        "nodes": len(result.graph.nodes),
+        "placements": dict(result.placements),
+        "conversions": dict(result.conversions),
+        "rules": dict(result.rules),
+        "by_experiment": list(result.by_experiment),
+        "seconds": seconds,
+        "failed": [
+            {"program": str(t.program), "shares": t.shares, "error": _finite(t.error), "where": t.where}
+            for t in result.trials
+            if not t.error <= TOLERANCE
+        ],
+    }
+
+
+def _print_verification(model: str, result: Verification, seconds: float) -> None:
+    worst = result.worst
+    out.print(f"{model}: {len(result.graph.nodes)} nodes, {len(result.trials)} random programs in {seconds:.1f} s")
+    for what, counts in (("placements", result.placements), ("conversions", result.conversions), ("rules", result.rules)):
+        out.print(f"  {what:<12}{_counts(counts)}")
+    if result.by_experiment:
+        out.print(f"  no line     {', '.join(result.by_experiment)}: rules by experiment")
+    out.print(f"  capture     the graph against the model itself: {result.capture_error:.1e}")
+    out.print(f"  worst error {worst.error:.1e} in {worst.where}, shares {', '.join(f'{s:.2f}' for s in worst.shares)}")
+    if result.passed:
+        out.print(f"[green]same as one device[/green] (within {TOLERANCE:.0e}, float64)")
+    else:
+        out.print(escape(f"\nthe worst program:\n{worst.program}"))
+        out.print(f"[red]not the same as one device[/red]: {worst.error:.1e} > {TOLERANCE:.0e}")
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return "  ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+
+
+# demo
+
+
+@app.command("demo")
+def demo_command(verbose: Verbose = False) -> None:
+    """Capture a small GPT, show its rules and a random program, and run it on three unequal imaginary devices."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    spec, shares = "gpt2:layers=2,width=64,heads=4,seq=16,vocab=97,batch=7", (0.5, 0.3, 0.2)
+    out.print(f"[bold]1  Capture[/bold]  {spec}: the model as it is written for one device")
+    module, data = load(spec)
+    started = time.perf_counter()
+    graph = in_float64(capture(module.double(), data))
+    out.print(f"   {len(graph.nodes)} ops in {time.perf_counter() - started:.1f} s; the first layer begins")
+    for line in graph.text(sources=False).splitlines()[len(graph.leaves) + 3 : len(graph.leaves) + 9]:
+        out.print(f"   {escape(line)}")
+    book = derive_rules(graph)
+    linear = next(node for node in graph.nodes if node.op == "aten.linear.default")
+    out.print("\n[bold]2  Rules[/bold]  one line says what an op computes; the ways to distribute it follow")
+    out.print("   aten.linear   ... i * o i + o -> ... o")
+    for rule in book.rules[linear.name]:
+        out.print(f"     {escape(str(rule))}")
+    out.print(f"   {sum(map(len, book.rules.values()))} rules in all. I whole, R whole with a partial gradient, P a term of a sum, S cut")
+    program = random_program(book, random.Random(4))
+    out.print("\n[bold]3  A program[/bold]  any rule for every op, conversions where they do not fit: this one is random")
+    for line in str(program).splitlines()[len(graph.leaves) + 3 : len(graph.leaves) + 15]:
+        out.print(f"   {escape(line)}")
+    out.print(f"   … {len(program.steps)} steps, {sum(1 for _ in program.conversions())} conversions")
+    out.print("\n[bold]4  Run it[/bold]  on three imaginary devices that do 50 %, 30 % and 20 %, seven rows cut 4, 2 and 1")
+    expected = simulate(one_device(graph), module, data, (1.0,))
+    found = simulate(program, module, data, shares)
+    error, where = compare(found, expected)
+    out.print(f"   loss on one device     {expected.loss.item():.15f}")
+    out.print(f"   loss on three          {found.loss.item():.15f}")
+    out.print(f"   {len(found.gradients)} gradients: worst relative error {error:.1e} ({where})")
+    out.print(f"   {'[green]the same[/green]' if error <= TOLERANCE else '[red]NOT the same[/red]'}")
+    out.print("\nTry your own model: lopsided verify your_file.py:your_function")
+    raise typer.Exit(0 if error <= TOLERANCE else 1)
+
+
+@contextmanager
+def _progress(what: str, total: int, *, quiet: bool) -> Iterator[Any]:
+    """A bar on a terminal, nothing elsewhere."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)

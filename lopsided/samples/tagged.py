@@ -1,0 +1,95 @@
+"""Samples made for every op that torch tags as pointwise: one tensor per tensor argument, numbers for the rest.
+
+Backward kernels are left out (autograd calls them, models do not), and so are ops that accept none of the data below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lopsided.samples.draw import Draw
+from lopsided.validate import Sample
+
+_RANGES = ((0.15, 0.9), (1.1, 2.0))
+_SHAPES = ((5, 4), (4,), (5, 1))
+
+
+def samples(draw: Draw) -> Iterator[Sample]:
+    for name in sorted(dir(torch.ops.aten)):
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
+            op = getattr(packet, overload)
+            if _is_sampled(op) and (found := _first_that_runs(op, draw)) is not None:
+                yield found
+
+
+def _is_sampled(op: OpOverload) -> bool:
+    return (
+        torch.Tag.pointwise in op.tags
+        and torch.Tag.nondeterministic_seeded not in op.tags
+        and not op._schema.is_mutable
+        and "backward" not in op.name()
+        and not op.name().startswith("aten::_foreach")
+    )
+
+
+def _first_that_runs(op: OpOverload, draw: Draw) -> Sample | None:
+    for low, high in _RANGES:
+        for kind in ("trained", "real", "whole", "truth"):
+            example = _example(op, draw, low, high, kind)
+            if example is not None and _runs(op, example):
+                return example
+    return None
+
+
+def _example(op: OpOverload, draw: Draw, low: float, high: float, kind: str) -> Sample | None:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    tensors = 0
+    for argument in op._schema.arguments:
+        value: Any
+        text = str(argument.type)
+        if text == "Tensor":
+            shape = _SHAPES[min(tensors, len(_SHAPES) - 1)]
+            value = _tensor(draw, shape, low, high, kind)
+            tensors += 1
+        elif argument.has_default_value():
+            continue
+        elif text == "number":
+            value = 2 if kind in ("whole", "truth") else 0.5
+        elif text in ("float", "int", "bool"):
+            value = {"float": 0.5, "int": 1, "bool": False}[text]
+        elif text.startswith("Optional"):
+            value = None
+        else:
+            return None
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return Sample(op.name().replace("::", ".") + ("" if op._overloadname else ".default"), tuple(args), kwargs)
+
+
+def _tensor(draw: Draw, shape: tuple[int, ...], low: float, high: float, kind: str) -> Tensor:
+    if kind == "whole":
+        return draw.below(9, *shape, start=1)
+    return draw.truths(*shape) if kind == "truth" else draw.real(*shape, low=low, high=high, grad=kind == "trained")
+
+
+def _runs(op: OpOverload, example: Sample) -> bool:
+    try:
+        out = op(*example.args, **example.kwargs)
+        if not isinstance(out, Tensor) or (out.dtype.is_floating_point and not bool(out.isfinite().all())):
+            return False
+        if out.requires_grad:
+            out.detach_().requires_grad_() if out.grad_fn is None else torch.autograd.grad(
+                out, [t for t in example.args if isinstance(t, Tensor)], torch.ones_like(out), allow_unused=True
+            )
+    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+        return False
+    return True
