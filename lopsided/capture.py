@@ -52,10 +52,18 @@ def capture(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -
     return record_saved(without_unused(trace(model, batch, loss_fn=loss_fn)))
 
 
+def _surrounding_autocast() -> str:
+    """The autocast that capture is called under: part of what the model computes."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return f"{device}:{DTYPE_NAMES[torch.get_autocast_dtype(device)]}"
+    return ""
+
+
 def trace(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -> Graph:
     """Every call the model makes, also those that nothing depends on: a draw that is thrown away still draws."""
     tensors, rebuild = flatten_batch(batch)
-    wrapped = _Loss(model, rebuild, loss_fn)
+    wrapped = _Loss(model, rebuild, loss_fn, several=isinstance(batch, Mapping | tuple | list))
     _check_call(model, rebuild(list(tensors.values())))
     exported = _export(wrapped, _on_one_device(model, tensors))
     return _Tracer(model, exported, list(tensors)).graph()
@@ -118,8 +126,11 @@ def loss_of(output: object, batch: object, loss_fn: LossFn | None) -> Tensor:
 class _Loss(nn.Module):
     """The model as a function from the batch's tensors to its loss."""
 
-    def __init__(self, model: nn.Module, rebuild: Callable[[list[Tensor]], Any], loss_fn: LossFn | None) -> None:
+    def __init__(
+        self, model: nn.Module, rebuild: Callable[[list[Tensor]], Any], loss_fn: LossFn | None, *, several: bool
+    ) -> None:
         super().__init__()
+        self._several = several  # arguments: the batch is a mapping or a tuple
         self.model = model
         self._rebuild = rebuild
         # In a list, so that a loss module's tensors are captured as constants and not as parameters to train.
@@ -128,7 +139,8 @@ class _Loss(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         args, kwargs = self._rebuild(list(tensors))
-        return loss_of(self.model(*args, **kwargs), kwargs or args, self._loss_fn[0])
+        given = kwargs or (args if self._several else args[0])
+        return loss_of(self.model(*args, **kwargs), given, self._loss_fn[0])
 
 
 def _check_call(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -168,7 +180,9 @@ def _export(wrapped: _Loss, tensors: tuple[Tensor, ...]) -> ExportedProgram:
             log.setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.export.export(wrapped, tensors, strict=False)
+            # Gradients on, whatever surrounds the call: what is captured is a training step.
+            with torch.inference_mode(False), torch.enable_grad():
+                return torch.export.export(wrapped, tensors, strict=False)
     except LopsidedError:
         raise
     except Exception as error:
@@ -272,7 +286,7 @@ class _Tracer:
         with warnings.catch_warnings():
             # Retracing an op on meta tensors may warn about what the model does; that is not news here.
             warnings.simplefilter("ignore")
-            results = self.inline(module, Context())
+            results = self.inline(module, Context(_surrounding_autocast()))
         loss = self.body.current(_name_of(results[0], "the loss"))
         updates = tuple((b, self.body.current(v)) for b, v in self.body.updates.items() if self.body.current(v) != v)
         return Graph(tuple(self.leaves), tuple(self.body.nodes), loss, updates)
@@ -283,13 +297,15 @@ class _Tracer:
         if spec.kind == InputKind.USER_INPUT:
             if not isinstance(value, Tensor):
                 raise CaptureError(f"input {node.name} is not a tensor", do="pass numbers as Python values")
-            self.add_leaf(node, Leaf(self.value(node.name, value), "input", next(self.inputs)))
+            key = next(self.inputs)
+            name = _plain(key)
+            self.add_leaf(node, Leaf(self.value(f"input_{name}" if name[:1].isdigit() else name, value), "input", key))
         elif spec.kind == InputKind.PARAMETER:
             parameter = self.model.get_parameter(target)
             if id(parameter) in self.tied:
                 self.also(node, self.tied[id(parameter)], target)
                 return
-            typed = self.value(node.name, parameter)
+            typed = self.value(_plain(target), parameter)
             self.tied[id(parameter)] = typed.name
             self.add_leaf(node, Leaf(replace(typed, grad=parameter.requires_grad), "parameter", target))
         elif spec.kind == InputKind.BUFFER:
@@ -297,7 +313,7 @@ class _Tracer:
             if id(buffer) in self.tied:
                 self.also(node, self.tied[id(buffer)], target)
                 return
-            typed = self.value(node.name, buffer)
+            typed = self.value(_plain(target), buffer)
             self.tied[id(buffer)] = typed.name
             self.add_leaf(node, Leaf(typed, "buffer", target))
             self.body.updates[target] = typed.name
@@ -323,14 +339,15 @@ class _Tracer:
                 f"the model uses the tensor {target.removeprefix('model.')}, which is neither a parameter nor a buffer",
                 do="register it with register_buffer(name, tensor, persistent=False)",
             )
-        return Leaf(self.value(node.name, tensor), "constant", target, data=tuple(tensor.flatten().tolist()))
+        return Leaf(self.value(_plain(target.removeprefix("model.")), tensor), "constant", target, data=tuple(tensor.flatten().tolist()))
 
     def value(self, name: str, tensor: Tensor) -> Value:
-        name = re.sub(r"^(p|b|c)_(model_)?", "", name)
         fresh, k = name, 1
         while fresh in self.taken:
             fresh, k = f"{name}_{k}", k + 1
         self.taken.add(fresh)
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CaptureError(f"%{fresh} has dtype {tensor.dtype}, which graphs do not have", do=f"use {', '.join(DTYPE_NAMES.values())}")
         return Value(fresh, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype])
 
     # Nodes
@@ -406,7 +423,11 @@ class _Tracer:
         if call.op == "aten.batch_norm.default":
             self.names[node] = self.batch_norm(call)
             return
-        names = self.body.append(call, target)
+        if call.op == "aten.instance_norm.default" and args[3] is not None and args[5]:
+            raise CaptureError(
+                "instance norm changes its running statistics", where=str(source), do="build it with track_running_stats=False"
+            )
+        names = self.body.append(call, target, is_view=_is_view(node))
         single = isinstance(node.meta["val"], Tensor)
         self.names[node] = Ref(names[0]) if single else tuple(Ref(name) for name in names)
 
@@ -435,8 +456,8 @@ class _Tracer:
         args = (x, weight, bias, mean, var, momentum, eps)
         node = replace(call, op="lopsided.batch_norm.default", args=args, results=(*call.results, *changed))
         names = self.body.append(node, None)
-        self.body.assign(mean.name, names[1])
-        self.body.assign(var.name, names[2])
+        self.body.assign(mean.name, names[1], node)
+        self.body.assign(var.name, names[2], node)
         return Ref(names[0])
 
     def fresh(self, name: str) -> str:
@@ -464,6 +485,11 @@ class _Tracer:
         raise CaptureError(f"an op takes {arg!r}, which depends on the data", do="make the number a Python constant")
 
 
+def _plain(path: str) -> str:
+    """A dotted path as the name of a value."""
+    return re.sub(r"\W", "_", path)
+
+
 def _is_tensors(made: object) -> bool:
     return isinstance(made, Tensor) or (isinstance(made, tuple | list) and all(isinstance(t, Tensor) for t in made))
 
@@ -472,6 +498,18 @@ def _name_of(arg: Arg, what: str) -> str:
     if not isinstance(arg, Ref):
         raise CaptureError(f"{what} does not depend on the batch or the parameters", do="return the training loss")
     return arg.name
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether what a call returns shares the memory of its first argument; a `reshape` may or may not."""
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node) or not isinstance(base := first.meta.get("val"), Tensor):
+        return False
+    made = node.meta["val"]
+    return any(
+        isinstance(part, Tensor) and part.untyped_storage()._cdata == base.untyped_storage()._cdata
+        for part in (made if isinstance(made, tuple | list) else [made])
+    )
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

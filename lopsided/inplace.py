@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch._ops import OpOverload
 
+from lopsided.call import resolve_op
 from lopsided.errors import CaptureError
 from lopsided.graph import DTYPE_NAMES, Arg, Atom, Leaf, Node, Ref, Value
 
@@ -30,14 +31,20 @@ _AS = {"aten.expand_as.default": "aten.expand.default", "aten.view_as.default": 
 _NEW = {"new_zeros": 0, "new_ones": 1, "new_empty": 0}
 # Ops that hand their first argument on. A constant needs no copy here, because nothing is written to.
 _SAME = ("aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.alias.default")
-# Annotated as views by torch, but new memory unless shape, dtype and order are already right.
-_MAYBE_VIEWS = ("aten.to.", "aten.contiguous.", "aten.reshape.", "aten.flatten.", "aten.type_as.")
+# Views of the same elements in the same order: what is written goes back by a reshape.
+_SAME_ORDER = (
+    "view reshape flatten unflatten squeeze unsqueeze detach to contiguous view_as ravel alias clone dropout"
+    " feature_dropout alpha_dropout atleast_1d atleast_2d atleast_3d"
+).split()
+_REORDERED = "t transpose permute numpy_T mT movedim moveaxis swapaxes swapdims".split()
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
     parent: str
     node: Node
+    which: int = 0  # of the node's results
 
 
 class Functional:
@@ -53,11 +60,14 @@ class Functional:
         self._views: dict[str, _View] = {}
         self._made: dict[str, int] = {}
         self._written: dict[str, int] = {}
+        self._trained: set[str] = set()
         self._clock = 0
 
     def add_leaf(self, leaf: Leaf) -> None:
         self._leaves[leaf.value.name] = leaf
         self._values[leaf.value.name] = leaf.value
+        if leaf.value.grad:
+            self._trained.add(leaf.value.name)
 
     def value(self, name: str) -> Value:
         return self._values[self.current(name)]
@@ -69,29 +79,33 @@ class Functional:
         view = self._views.get(name)
         if view is None or self._made[name] >= self._written.get(self._root(name), -1):
             return name
-        retaken = self._add(replace(view.node, args=(Ref(self.current(view.parent)), *view.node.args[1:])))
-        self._newer[name] = retaken
-        self._views[retaken] = view
-        return retaken
+        retaken = replace(view.node, args=(Ref(self.current(view.parent)), *view.node.args[1:]))
+        results = tuple(replace(value, name=self._fresh(value.name)) for value in retaken.results)
+        new = self._add_all(replace(retaken, results=results))[view.which]
+        self._newer[name] = new
+        self._views[new] = view
+        return new
 
-    def append(self, node: Node, target: OpOverload | None) -> tuple[str, ...]:
-        """Add one call; returns the names of its results."""
+    def append(self, node: Node, target: OpOverload | None, *, is_view: bool = False) -> tuple[str, ...]:
+        """Add one call; returns the names of its results. `is_view`: they share the memory of its first argument."""
         if node.op in _SAME and isinstance(node.args[0], Ref):
             return (node.args[0].name,)
+        if _is_identity(node, self._values):
+            return node.operands
         node = _without_likeness(node)
         written = _written_argument(target)
         if target is not None and written is not None:
             return (self._write(node, target, written),)
         node = self._refreshed(node)
         names = self._add_all(node)
-        if target is not None and (parent := _viewed(node, target, self._values)) is not None:
-            for name in names:
-                self._views[name] = _View(parent, node)
+        if is_view and isinstance(node.args[0], Ref):
+            for which, name in enumerate(names):
+                self._views[name] = _View(node.args[0].name, node, which)
         return names
 
-    def assign(self, name: str, content: str) -> None:
-        """The tensor `name` now has the content of another value."""
-        self._newer[self.current(name)] = content
+    def assign(self, name: str, content: str, node: Node) -> None:
+        """The tensor `name` now has the content of another value, which `node` made for it."""
+        self._replace(self.current(name), content, node)
 
     def _refreshed(self, node: Node) -> Node:
         def fresh(arg: Arg) -> Arg:
@@ -104,18 +118,24 @@ class Functional:
     def _add_all(self, node: Node) -> tuple[str, ...]:
         self._clock += 1
         self.nodes.append(node)
+        trained = node.context.grad and "detach" not in node.op and any(name in self._trained for name in node.operands)
         for value in node.results:
             self._values[value.name] = value
             self._made[value.name] = self._clock
+            if trained and (value.torch_dtype.is_floating_point or value.torch_dtype.is_complex):
+                self._trained.add(value.name)
         return tuple(value.name for value in node.results)
 
     def _add(self, node: Node, like: Value | None = None) -> str:
         """Add a node of our own making, with one result under a fresh name."""
         value = like or node.results[0]
-        name, k = value.name, 1
-        while name in self._values:
-            name, k = f"{value.name}_v{k}", k + 1
-        return self._add_all(replace(node, results=(replace(value, name=name),)))[0]
+        return self._add_all(replace(node, results=(replace(value, name=self._fresh(value.name)),)))[0]
+
+    def _fresh(self, name: str) -> str:
+        fresh, k = name, 1
+        while fresh in self._values:
+            fresh, k = f"{name}_v{k}", k + 1
+        return fresh
 
     def _root(self, name: str) -> str:
         """The first version of the tensor that owns this memory: what all versions and views of it share."""
@@ -124,15 +144,25 @@ class Functional:
         return name
 
     def _write(self, node: Node, target: OpOverload, written: int) -> str:
-        destination = node.args[written]
+        destination = node.args[0] if node.args else None
         if not isinstance(destination, Ref) or written != 0:
             raise _refusal(node, f"{node.op} writes into an argument")
+        if torch.Tag.inplace_view in target.tags and "detach" not in node.op:
+            raise CaptureError(
+                f"{node.op} changes the shape of a tensor in place",
+                where=str(node.source),
+                do="give the result a name: x = x.unsqueeze(0) in place of x.unsqueeze_(0)",
+            )
         node = self._refreshed(node)
         self_name = self.current(destination.name)
-        self._refuse_parameter(self_name, node)
+        self._refuse_leaf(self_name, node)
+        self._refuse_behind_gradient(self_name, node)
         old = self._values[self_name]
-        if node.op == "aten.copy_.default" and isinstance(node.args[1], Ref):
-            made = node.args[1].name
+        if node.op == "aten.copy_.default":
+            # A copy of its own: the source may be written to later, and must not change with the destination.
+            copy = replace(node, op="aten.clone.default", args=node.args[1:2], kwargs=())
+            source = node.args[1]
+            made = self._add(copy, replace(self._values[source.name], name=old.name) if isinstance(source, Ref) else None)
         else:
             functional = _functional_form(node, target)
             made = self._add(replace(node, op=str(functional)), _result_of(functional, node, self._values))
@@ -141,13 +171,33 @@ class Functional:
         self._replace(self_name, made, node)
         return made
 
-    def _refuse_parameter(self, name: str, node: Node) -> None:
+    def _refuse_leaf(self, name: str, node: Node) -> None:
         leaf = self._leaves.get(self._root(name))
         if leaf is not None and leaf.kind == "parameter":
             raise CaptureError(
                 f"forward writes into the parameter {leaf.target}",
                 where=str(node.source),
                 do="change parameters in the optimizer, or keep this state in a buffer",
+            )
+        if leaf is not None and leaf.kind == "constant" and "lifted_tensor" not in leaf.target:
+            raise CaptureError(
+                f"forward writes into the tensor {leaf.target}, which is neither a parameter nor a buffer",
+                where=str(node.source),
+                do="register it with register_buffer(name, tensor, persistent=False)",
+            )
+
+    def _refuse_behind_gradient(self, name: str, node: Node) -> None:
+        """A write that autograd does not see changes a value and leaves its gradient: no pure op does that."""
+        hidden = not node.context.grad
+        while name in self._views:
+            view = self._views[name]
+            hidden = hidden or not view.node.context.grad or "detach" in view.node.op
+            name = self.current(view.parent)
+        if hidden and name in self._trained:
+            raise CaptureError(
+                f"{node.op} changes a value behind the back of its gradient",
+                where=str(node.source),
+                do="write x = x + (new - x).detach() in place of a write under no_grad or through detach()",
             )
 
     def _like(self, name: str, old: Value, node: Node) -> str:
@@ -177,6 +227,18 @@ class Functional:
         self._written[root] = self._made[content] = self._clock
 
 
+def _is_identity(node: Node, values: dict[str, Value]) -> bool:
+    """The op hands on what it is given, as the same memory: a view of the same shape, a cast to the same dtype."""
+    packet = node.op.split(".")[1]
+    if packet == "dropout":
+        return not node.args[2] or node.args[1] == 0
+    if packet not in ("broadcast_tensors", "expand", "view", "reshape", "slice", "to"):
+        return False
+    before = [(values[name].shape, values[name].dtype) for name in node.operands]
+    copies = packet == "to" and any(arg is True for arg in (*node.args, *(value for _, value in node.kwargs)))
+    return not copies and before == [(value.shape, value.dtype) for value in node.results]
+
+
 def _without_likeness(node: Node) -> Node:
     value, packet = node.results[0], node.op.split(".")[1]
     if node.op in _AS:
@@ -199,25 +261,18 @@ def _written_argument(target: OpOverload | None) -> int | None:
     return None
 
 
-def _viewed(node: Node, target: OpOverload, values: dict[str, Value]) -> str | None:
-    """The tensor that the results of this call are views of."""
-    returns = target._schema.returns
-    if not returns or returns[0].alias_info is None or not isinstance(node.args[0], Ref):
-        return None
-    parent = values[node.args[0].name]
-    if node.op.startswith(_MAYBE_VIEWS) and (parent.shape, parent.dtype) != (node.results[0].shape, node.results[0].dtype):
-        return None
-    return parent.name
-
-
 def _functional_form(node: Node, target: OpOverload) -> OpOverload:
-    packet = target._schema.name.partition("::")[2]
+    """The op that returns what this one writes: of the same name without the underscore, with the same arguments."""
+    namespace, _, packet = target._schema.name.partition("::")
     name = _RENAMED.get(packet, packet.removesuffix("_"))
-    overload = target._overloadname or "default"
-    found = getattr(getattr(torch.ops.aten, name, None), overload, None)
-    if not isinstance(found, OpOverload) or packet in ("set_", "resize_"):
-        raise _refusal(node, f"{node.op} has no form that returns a new tensor")
-    return found
+    found = getattr(getattr(torch.ops, namespace), name, None) if packet not in ("set_", "resize_") else None
+    types = [str(argument.type) for argument in target._schema.arguments]
+    for overload in found.overloads() if found is not None else ():
+        form: OpOverload = getattr(found, overload)
+        written = any(a.alias_info is not None and a.alias_info.is_write for a in form._schema.arguments)
+        if not written and [str(argument.type) for argument in form._schema.arguments] == types:
+            return form
+    raise _refusal(node, f"{node.op} has no form that returns a new tensor")
 
 
 def _refusal(node: Node, what: str) -> CaptureError:
@@ -244,20 +299,25 @@ def _put_back(view: Node, parent: Value, content: str) -> Node:
     """The node that puts changed content of a view back into its parent."""
     packet = view.op.split(".")[1]
     put, rest = Ref(content), view.args[1:]
+    if view.results[0].dtype != parent.dtype or len(view.results) > 1:
+        raise _refusal(view, f"a view made by {view.op} is written into")
     if packet in ("select", "slice", "diagonal"):
         op, args = f"aten.{packet}_scatter.default", (Ref(parent.name), put, *rest)
-    elif packet in ("transpose", "t"):
-        op, args = view.op, (put, *rest)
-    elif packet == "permute":
-        op, args = view.op, (put, _inverse_order(rest[0]))
-    elif packet in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "detach", "to", "contiguous"):
+    elif packet == "narrow" and all(isinstance(number, int) for number in rest):
+        dim, start, length = rest
+        op, args = "aten.slice_scatter.default", (Ref(parent.name), put, dim, start, start + length)  # type: ignore[operator]
+    elif packet in _REORDERED:
+        op, args = "aten.permute.default", (put, _way_back(view, len(parent.shape)))
+    elif packet in _SAME_ORDER:
         op, args = "aten.reshape.default", (put, parent.shape)
     else:
         raise _refusal(view, f"a view made by {view.op} is written into")
     return replace(view, op=op, args=args, kwargs=())
 
 
-def _inverse_order(order: Arg) -> Arg:
-    dims = [d for d in order if isinstance(d, int)] if isinstance(order, tuple) else []
-    positive = [d % len(dims) for d in dims]
-    return tuple(positive.index(k) for k in range(len(positive)))
+def _way_back(view: Node, rank: int) -> tuple[int, ...]:
+    """The order of dims that undoes a view, found by taking it of a shape whose dims are all different."""
+    probe = torch.empty(_PRIMES[:rank], device="meta")
+    args = [list(arg) if isinstance(arg, tuple) else arg for arg in view.args[1:]]
+    moved = resolve_op(view.op)(probe, *args)
+    return tuple(moved.shape.index(size) for size in probe.shape)

@@ -58,7 +58,7 @@ def _run(node: Node, operands: list[Value]) -> _Kept:
         packed.append(tensor)
         return tensor
 
-    with surroundings(node.context), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.inference_mode(False), torch.enable_grad(), surroundings(node.context), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         made = call_op(node, fakes, torch.device("cpu"))
     results = list(made) if isinstance(made, tuple | list) else [made]
     given = {_memory(fake): k for k, fake in reversed(list(enumerate(fakes)))}

@@ -37,7 +37,11 @@ def simulate(program: Program, model: nn.Module, batch: object, shares: Sequence
 
     Random ops draw from `seed`: what a device draws for its piece is the piece of what one device would draw.
     """
-    fractions = check_shares(shares)
+    with torch.inference_mode(False), torch.enable_grad():
+        return _simulate(program, model, batch, check_shares(shares), seed)
+
+
+def _simulate(program: Program, model: nn.Module, batch: object, fractions: tuple[float, ...], seed: int) -> Simulation:
     devices = _Devices(program.graph, fractions, SeededRandomness(seed, fractions))
     sources = tensors_of(program.graph, model, batch)
     stored = {}

@@ -62,6 +62,8 @@ class Verification:
         return self.capture_error <= self.capture_tolerance and all(trial.error <= TOLERANCE for trial in self.trials)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def verify(
     model: nn.Module,
     batch: object,
@@ -155,7 +157,7 @@ def _double(batch: object) -> object:
     tensors, rebuild = flatten_batch(batch)
     wide = [t.double() if t.dtype.is_floating_point else t.clone() for t in tensors.values()]
     args, kwargs = rebuild(wide)
-    return kwargs or args
+    return kwargs or (args if isinstance(batch, tuple | list) else args[0])
 
 
 def _run_model(model: nn.Module, batch: object, loss_fn: LossFn | None) -> tuple[nn.Module, Tensor]:

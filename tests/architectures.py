@@ -138,8 +138,6 @@ MULTIMODAL = [
     "hf:GitForCausalLM",
     "hf:LlavaForConditionalGeneration",
     "hf:PaliGemmaForConditionalGeneration:projection_dim=32,vision_config.projection_dim=32",
-    # As many image tokens as patches, so that there is nothing to pool.
-    "hf:Gemma3ForConditionalGeneration:mm_tokens_per_image=4",
 ]
 STATE_SPACE = [
     "hf:MambaForCausalLM",
@@ -177,6 +175,8 @@ ARCHITECTURES: tuple[str, ...] = (
 REFUSED: dict[str, str] = {
     "hf:LongformerForMaskedLM": "asks whether any token attends globally, and branches on the answer",
     "hf:LEDForConditionalGeneration": "asks whether any token attends globally, and branches on the answer",
+    # As many image tokens as patches, so that there is nothing to pool.
+    "hf:Gemma3ForConditionalGeneration:mm_tokens_per_image=4": "makes its image mask with torch.vmap",
     "hf:IBertForMaskedLM": "asserts that the observed range holds no nan",
     "hf:FSMTForConditionalGeneration": "asks whether any token is padding, and branches on the answer",
     "hf:LongT5ForConditionalGeneration": "makes no mask while it is captured, then asks for the mask's shape",

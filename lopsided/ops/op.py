@@ -160,6 +160,9 @@ class Talk:
     exact: bool = True
 
 
+Talks = Callable[[Call], Sequence[Talk]]
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One entry of the table: the line, and what cannot be said in a line.
@@ -170,7 +173,7 @@ class Op:
 
     line: str | Callable[[Call], Written]
     local: Implementation | None = None
-    talks: Callable[[Call], Sequence[Talk]] | None = None
+    talks: Talks | None = None
     random: bool = False
 
 
@@ -190,3 +193,44 @@ def letters(rank: int, whole: Sequence[int] = ()) -> list[str]:
 
 def spec(names: Sequence[str]) -> str:
     return " ".join(names) or "()"
+
+
+def whole(shape: Sequence[int], tag: int) -> str:
+    """A tensor with every dim kept whole; `tag` keeps its indices apart from those of other tensors."""
+    return spec([f"{name}{tag}" for name in letters(len(shape), range(len(shape)))])
+
+
+def wholes(call: Call) -> tuple[list[str], list[str]]:
+    """Every operand and every result with all dims kept whole."""
+    operands = [whole(shape, k) for k, shape in enumerate(call.shapes)]
+    return operands, [whole(shape, k + len(operands)) for k, shape in enumerate(call.results)]
+
+
+def all_whole(call: Call) -> str:
+    """The line of an op that can be cut nowhere."""
+    operands, results = wholes(call)
+    return f"f[{', '.join(operands)}] -> {', '.join(results)}"
+
+
+def sum_of_wholes(call: Call) -> str:
+    """The line of an op that can be cut nowhere, but is linear in all operands together."""
+    operands, results = wholes(call)
+    return f"{' + '.join(operands)} -> {', '.join(results)}"
+
+
+def dims_of(call: Call, name: str = "dim") -> list[int]:
+    """The dims an argument lists, counted from the left; all of them where it lists none."""
+    rank, dims = len(call.shapes[0]), call.arg(name)
+    listed = [dims] if isinstance(dims, int) else list(dims or ())
+    return [dim % max(rank, 1) for dim in listed] if listed else list(range(rank))
+
+
+def dim_of(call: Call, name: str = "dim") -> int:
+    """The dim an argument names, counted from the left; the first where it names none."""
+    return dims_of(call, name)[0] if call.shapes[0] else 0
+
+
+def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    rank = max(map(len, shapes))
+    padded = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lopsided.call import aten_overload
-from lopsided.ops.op import Call, Local, Op, number
+from lopsided.ops.op import Call, Local, Op, dim_of, letters, number, spec, whole
 
 
 def nonlinear(call: Call) -> str:
@@ -28,9 +28,9 @@ def quotient(call: Call) -> str:
 
 
 def masked_fill(call: Call) -> str:
-    if len(call.operands) == 2 and number(call.arg("value")) == 0:
-        return "... * f[...] -> ..."
-    return nonlinear(call)
+    if len(call.operands) == 3:
+        return "... * f[...] + ... -> ..."
+    return "... * f[...] -> ..." if number(call.arg("value")) == 0 else nonlinear(call)
 
 
 def where(call: Call) -> str:
@@ -40,70 +40,69 @@ def where(call: Call) -> str:
     return "f[...] * ... -> ..." if numbers == [0.0] and len(call.operands) == 2 else nonlinear(call)
 
 
+# Casts
+
+
+def _is_linear_cast(call: Call) -> bool:
+    values = (call.operands[0], *call.node.results)
+    return all(v.torch_dtype.is_floating_point or v.torch_dtype.is_complex for v in values)
+
+
 def cast(call: Call) -> str:
-    continuous = [v.torch_dtype.is_floating_point or v.torch_dtype.is_complex for v in (*call.operands, *call.node.results)]
-    return "... -> ..." if all(continuous) else "f[...] -> ..."
+    return "... -> ..." if _is_linear_cast(call) else "f[...] -> ..."
 
 
 def cast_like(call: Call) -> str:
     """`x.to(other)`: only the dtype of the other tensor matters, whatever its shape."""
-    other = " ".join("ABCDEFGH"[: len(call.operands[1].shape)]) or "()"
-    return f"... * f[{other}] -> ..." if cast(call).startswith("...") else f"f[..., {other}] -> ..."
+    other = whole(call.shapes[1], 0)
+    return f"... * f[{other}] -> ..." if _is_linear_cast(call) else f"f[..., {other}] -> ..."
+
+
+def bits(call: Call) -> str:
+    """`view(dtype)`: the last dim changes where the dtypes differ in size."""
+    return "f[...] -> ..." if call.shapes == call.results else "f[... X] -> ... Y"
+
+
+# Gates and slopes
 
 
 def prelu(call: Call) -> str:
     x, weight = call.shapes
     if len(x) < 2 or weight == (1,):
         return "f[..., 1] -> ..." if len(weight) else "f[..., ()] -> ..."
-    rest = " ".join("cdefgh"[: len(x) - 2])
+    rest = " ".join(f"x{k}" for k in range(len(x) - 2))
     return f"f[n o {rest}, o] -> n o {rest}"
 
 
-def dropout(local: Local) -> object:
-    x, p = local.tensors[0], number(local.call.arg("p"))
-    if not local.call.arg("train") or p == 0:
-        return x
-    return x * (local.draw() >= p).to(x.dtype) / (1 - p) if p < 1 else x * 0
+def glu(call: Call) -> str:
+    """One half gates the other: both may be cut alike."""
+    names, dim = letters(len(call.shapes[0])), dim_of(call)
+    halves = [*names[:dim], f"(B {names[dim]})", *names[dim + 1 :]]
+    return f"f[{spec(halves)}] -> {spec(names)}"
 
 
-def bernoulli(local: Local) -> object:
-    p = local.call.arg("p")
-    probability = local.tensors[0] if p is None else p
-    return (local.draw() < probability).to(local.tensors[0].dtype)
+def zeros(local: Local) -> object:
+    """Memory that nobody wrote to: zeros, so that every device holds the same."""
+    return local.tensors[0].new_zeros(local.shapes[0], dtype=local.call.node.results[0].torch_dtype)
 
 
-def uniform_like(local: Local) -> object:
-    low, high = local.call.arg("from"), local.call.arg("to")
-    drawn = local.draw().to(local.call.node.results[0].torch_dtype)
-    return drawn if low is None else drawn * (number(high) - number(low)) + number(low)
-
-
-def normal_like(local: Local) -> object:
-    drawn = local.draw(normal=True).to(local.call.node.results[0].torch_dtype)
-    std, mean = local.call.arg("std"), local.call.arg("mean")
-    return drawn if std is None else drawn * number(std) + number(mean)
-
-
-def exponential(local: Local) -> object:
-    drawn = local.draw().clamp_min(1e-12).to(local.tensors[0].dtype)
-    return -drawn.log() / number(local.call.arg("lambd"))
-
-
-_LINEAR = ("neg", "clone", "contiguous", "alias", "detach", "positive", "real", "imag", "conj", "_conj", "resolve_conj", "resolve_neg")
+_LINEAR = (
+    "neg negative clone contiguous alias detach lift_fresh positive real imag conj _conj conj_physical _neg_view"
+    " resolve_conj resolve_neg rad2deg deg2rad zeros_like zero"
+).split()
 # Pointwise in fact, but without torch's tag.
 _UNTAGGED = (
-    "mish hardswish hardsigmoid hardtanh softplus softshrink hardshrink log_sigmoid celu selu elu leaky_relu relu6"
-    " threshold isnan isfinite isinf isclose nan_to_num clip logical_not square special_expit special_erf"
-    " special_log1p special_expm1 special_xlogy special_gammaln special_sinc polar complex angle frac fmod remainder"
-    " floor_divide zeros_like ones_like full_like empty_like fill zero bitwise_not __and__ __or__ __xor__"
-    " hypot logit heaviside float_power rsqrt gelu silu softsign tanhshrink logaddexp logaddexp2 copysign nextafter"
-    " sgn fix absolute arctan2 arctan arcsin arccos arcsinh arccosh arctanh"
-    " less less_equal greater greater_equal not_equal"
+    "hardswish log_sigmoid isclose isreal special_expit special_erf special_erfc special_log1p special_expm1"
+    " special_xlogy special_gammaln special_sinc special_digamma special_psi special_erfinv special_exp2 special_i0"
+    " special_ndtr special_round special_logit special_gammainc special_gammaincc special_polygamma"
+    " special_multigammaln polar floor_divide ones_like full_like __and__ __or__ fix absolute arctan2 arctan arcsin"
+    " arccos arcsinh arccosh arctanh less less_equal greater greater_equal not_equal"
 ).split()
 
 POINTWISE: dict[str, Op] = {
     **{f"aten.{name}": Op("... -> ...") for name in _LINEAR},
     **{f"aten.{name}": Op(nonlinear) for name in _UNTAGGED},
+    "aten.complex": Op("... + ... -> ..."),
     "aten.add": Op(summands),
     "aten.sub": Op(summands),
     "aten.subtract": Op(summands),
@@ -113,6 +112,7 @@ POINTWISE: dict[str, Op] = {
     "aten.div": Op(quotient),
     "aten.divide": Op(quotient),
     "aten.true_divide": Op(quotient),
+    "aten.ldexp": Op("... * f[...] -> ..."),
     "aten.addcmul": Op("... + ... * ... -> ..."),
     "aten.addcdiv": Op("... + ... * f[...] -> ..."),
     "aten.lerp.Scalar": Op("... + ... -> ..."),
@@ -123,15 +123,12 @@ POINTWISE: dict[str, Op] = {
     "aten.type_as": Op(cast_like),
     "aten.to": Op(cast),
     "aten._to_copy": Op(cast),
-    "aten.float": Op(cast),
+    "aten.view.dtype": Op(bits),
     "aten.prelu": Op(prelu),
-    "aten.dropout": Op("... -> ...", local=dropout, random=True),
-    "aten.bernoulli": Op(nonlinear, local=bernoulli, random=True),
-    "aten.rand_like": Op(nonlinear, local=uniform_like, random=True),
-    "aten.uniform": Op(nonlinear, local=uniform_like, random=True),
-    "aten.randn_like": Op(nonlinear, local=normal_like, random=True),
-    "aten.normal_functional": Op(nonlinear, local=normal_like, random=True),
-    "aten.exponential": Op(nonlinear, local=exponential, random=True),
+    "aten.glu": Op(glu),
+    "aten.empty_like": Op("... -> ...", local=zeros),
+    "aten.fill.Tensor": Op("f[...] * () -> ..."),
+    "aten.fill.Scalar": Op(nonlinear),
 }
 
 

@@ -72,7 +72,7 @@ def _example(op: OpOverload, draw: Draw, low: float, high: float, kind: str) -> 
             kwargs[argument.name] = value
         else:
             args.append(value)
-    return Sample(op.name().replace("::", ".") + ("" if op._overloadname else ".default"), tuple(args), kwargs)
+    return Sample(str(op), tuple(args), kwargs)
 
 
 def _tensor(draw: Draw, shape: tuple[int, ...], low: float, high: float, kind: str) -> Tensor:
@@ -87,9 +87,8 @@ def _runs(op: OpOverload, example: Sample) -> bool:
         if not isinstance(out, Tensor) or (out.dtype.is_floating_point and not bool(out.isfinite().all())):
             return False
         if out.requires_grad:
-            out.detach_().requires_grad_() if out.grad_fn is None else torch.autograd.grad(
-                out, [t for t in example.args if isinstance(t, Tensor)], torch.ones_like(out), allow_unused=True
-            )
+            trained = [t for t in example.args if isinstance(t, Tensor)]
+            torch.autograd.grad(out, trained, torch.ones_like(out), allow_unused=True)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return False
     return True

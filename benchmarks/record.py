@@ -1,0 +1,31 @@
+"""What every benchmark writes beside its numbers: the command, the commit, versions, the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write(name: str, results: dict[str, Any]) -> Path:
+    """Write `results/NAME.json`."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    about = {
+        "command": f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
+        "commit": commit.stdout.strip() or "unknown",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"about": about, **results}, indent=1) + "\n")
+    return path

@@ -1,0 +1,119 @@
+"""The command line as a person meets it: output, exit status, short errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = "mlp:layers=2,width=12,classes=5,batch=7"
+
+
+def lopsided(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lopsided", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_verify_says_what_it_did() -> None:
+    done = lopsided("verify", SMALL, "--shares", ".5,.3,.2", "--programs", "12")
+    assert done.returncode == 0, done.stderr
+    assert "same as one device" in done.stdout
+    assert "placements" in done.stdout
+    assert "I→R" in done.stdout
+
+
+def test_verify_as_json() -> None:
+    done = lopsided("verify", SMALL, "--programs", "12", "--json")
+    told = json.loads(done.stdout)
+    assert told["passed"] is True
+    assert told["programs"] == 12
+    assert told["worst_error"] <= told["tolerance"] == 1e-9
+    assert {"I", "R", "P", "S"} <= told["placements"].keys()
+
+
+def test_verify_fails_with_status_one(tmp_path: Path) -> None:
+    # A model whose loss differs from call to call in a way that no seed controls cannot equal one device.
+    (tmp_path / "loose.py").write_text(
+        "import torch\n"
+        "CALLS = [0]\n"
+        "class Loose(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        CALLS[0] += 1\n"
+        "        return super().forward(x).sum() * CALLS[0]\n"
+        "def make():\n"
+        "    return Loose(3, 2), {'x': torch.randn(5, 3)}\n"
+    )
+    done = lopsided("verify", "loose.py:make", "--programs", "2", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "not the same as one device" in done.stdout
+
+
+def test_capture_prints_a_graph_and_its_rules() -> None:
+    done = lopsided("capture", SMALL, "--rules")
+    assert done.returncode == 0, done.stderr
+    assert "aten.linear.default" in done.stdout
+    assert "S0, R, R → S0" in done.stdout
+    told = json.loads(lopsided("capture", SMALL, "--json").stdout)
+    assert told["nodes"] > 3
+    assert told["only_whole"] == []
+
+
+def test_rules_of_one_op() -> None:
+    done = lopsided("rules", "--op", "linear")
+    assert done.returncode == 0, done.stderr
+    assert "... i * o i + o -> ... o" in done.stdout
+    assert "0 wrong" in done.stdout
+    told = json.loads(lopsided("rules", "--op", "aten.softmax", "--json").stdout)
+    assert told["wrong"] == []
+    assert told["rules"] > 4
+
+
+BAD = {
+    "zoo name": (["verify", "brett"], "bert"),
+    "zoo key": (["verify", "bert:widht=3"], "width"),
+    "zoo value": (["verify", "bert:width=wide"], "width"),
+    "missing file": (["verify", "nowhere.py:make"], "nowhere.py"),
+    "missing function": (["verify", f"{__file__}:nothing"], "nothing"),
+    "missing module": (["verify", "no.such.module:make"], "no.such.module"),
+    "missing class": (["verify", "hf:LlamaForCausalLn"], "Llama"),
+    "shares sum": (["verify", SMALL, "--shares", ".5,.4"], "sum to 0.9"),
+    "shares sign": (["verify", SMALL, "--shares", "1.5,-.5"], "negative"),
+    "shares words": (["verify", SMALL, "--shares", "half,half"], "not a list of numbers"),
+    "op": (["rules", "--op", "linaer"], "linear"),
+    "no command": (["plam"], "plam"),
+    "programs": (["verify", SMALL, "--programs", "0"], "programs"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_a_few_lines(case: str) -> None:
+    arguments, word = BAD[case]
+    done = lopsided(*arguments)
+    said = done.stderr
+    assert done.returncode == 2
+    assert word in said
+    assert "Traceback" not in said
+    assert len(said.splitlines()) <= 8
+
+
+def test_no_scalar_is_refused_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Linear(3, 2), {'input': torch.randn(5, 3)}\n"
+    )
+    done = lopsided("verify", "mine.py:make", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "(5, 2)" in done.stderr
+    assert "loss_fn" in done.stderr
+
+
+def test_verbose_shows_the_traceback() -> None:
+    assert "Traceback" in lopsided("verify", "brett", "-v").stderr
+
+
+def test_demo_runs() -> None:
+    done = lopsided("demo")
+    assert done.returncode == 0, done.stderr
+    assert "the same" in done.stdout
