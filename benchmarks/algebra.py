@@ -1,6 +1,6 @@
 """Time and memory of capture, rules and verify, as ratios inside one run. Writes results/algebra.json.
 
-    python benchmarks/algebra.py [--repeats 5]
+python benchmarks/algebra.py [--repeats 5]
 """
 
 from __future__ import annotations
@@ -72,14 +72,22 @@ def main() -> None:
     cases = [against_export(name, repeats) for name in ("bert", "gpt2", "vit", "bert-moe", "resnet50", "t5")]
     for case in cases:
         print(f"{case['model']:<10} capture and rules / export: {case['ratio']:.2f}")
-    told = subprocess.run([sys.executable, "-c", _MEMORY, json.dumps(SEVENTY_B)], capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", _MEMORY, json.dumps(SEVENTY_B)], capture_output=True, text=True, check=True
+    )
     large = json.loads(told.stdout)
     print(f"llama 70B  {large['nodes']} nodes, {large['seconds']:.1f} s, peak {large['peak_gb']:.2f} GB")
     command = [sys.executable, "-m", "lopsided", "verify", VERIFY, "--programs", "50", "--json"]
-    wall = timed(lambda: record_verify.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    wall = timed(
+        lambda: record_verify.append(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        )
+    )
     verified = json.loads(record_verify[0])
     print(f"verify     {VERIFY}, 50 programs: {wall:.1f} s, worst error {verified['worst_error']:.1e}")
-    verified = {key: verified[key] for key in ("model", "programs", "worst_error", "passed", "seconds")} | {"wall_s": wall}
+    verified = {key: verified[key] for key in ("model", "programs", "worst_error", "passed", "seconds")} | {
+        "wall_s": wall
+    }
     print(record.write("algebra", {"against_export": cases, "llama_70b": large, "verify": verified}))
 
 

@@ -1,6 +1,6 @@
 """Capture and verify every Hugging Face architecture of the sample. Writes results/coverage.json.
 
-    python benchmarks/coverage.py [--programs 10] [--only Llama]
+python benchmarks/coverage.py [--programs 10] [--only Llama]
 """
 
 from __future__ import annotations
@@ -61,10 +61,16 @@ def main() -> None:
             continue
         eager_only = spec.split(":")[1] in EAGER_ONLY or spec in REFUSED
         for attention in ["eager"] if eager_only else ["sdpa", "eager"]:
-            row = one(with_eager_attention(spec) if attention == "eager" and not eager_only else spec, arguments.programs)
+            row = one(
+                with_eager_attention(spec) if attention == "eager" and not eager_only else spec,
+                arguments.programs,
+            )
             rows.append(row | {"attention": attention})
             if row["captured"]:
-                print(f"{'same' if row['passed'] else 'WRONG':<8}{row['worst_error']:.0e}  {row['nodes']:>5} nodes  {attention:<6}{spec}", flush=True)
+                print(
+                    f"{'same' if row['passed'] else 'WRONG':<8}{row['worst_error']:.0e}  {row['nodes']:>5} nodes  {attention:<6}{spec}",
+                    flush=True,
+                )
             else:
                 print(f"refused  {row['what']}  {row['where']}  {spec}", flush=True)
     print(record.write("coverage", {"programs": arguments.programs, "rows": rows}))

@@ -1,6 +1,6 @@
 """Write the generated docs: rules.md from the table, coverage.md and benchmarks.md from benchmark results.
 
-    python docs/generate.py
+python docs/generate.py
 """
 
 from __future__ import annotations
@@ -56,11 +56,18 @@ def rules_page() -> str:
             if op:
                 call, _ = as_call(samples_of(op)[0])
                 described = describe_call(call, exact=False)
-                text, talks = (described.text, [talk.how for talk in described.talks]) if described else ("", [])
-            beside = [*(f"cut anyway: {how}" for how in dict.fromkeys(talks)), *(["random"] if entry.random else [])]
+                text, talks = (
+                    (described.text, [talk.how for talk in described.talks]) if described else ("", [])
+                )
+            beside = [
+                *(f"cut anyway: {how}" for how in dict.fromkeys(talks)),
+                *(["random"] if entry.random else []),
+            ]
             lines.append(f"| `{name}` | `{text}` | {', '.join(beside)} |")
     tagged = sorted({op.rpartition(".")[0] for op in sampled.get("by tag", [])})
-    lines.append(f"\n## pointwise by tag\n\n{len(tagged)} more ops that torch tags as pointwise are `f[..., ...] -> ...`:\n")
+    lines.append(
+        f"\n## pointwise by tag\n\n{len(tagged)} more ops that torch tags as pointwise are `f[..., ...] -> ...`:\n"
+    )
     lines.append(", ".join(f"`{op}`" for op in tagged) + "\n")
     return "\n".join(lines)
 
@@ -86,7 +93,9 @@ def coverage_page(data: dict[str, Any]) -> str:
         lines.append(
             f"| `{row['spec']}` | {row['attention']} | {row['nodes']} | {row['ops']} | {experiments} | {row['worst_error']:.0e} |"
         )
-    lines.append("\n## Not captured\n\nThese build and train, and are refused with the line that stands in the way.\n")
+    lines.append(
+        "\n## Not captured\n\nThese build and train, and are refused with the line that stands in the way.\n"
+    )
     lines.append("| architecture | what | where | what to change |\n|---|---|---|---|")
     lines += [f"| `{r['spec']}` | {r['what']} | `{r['where']}` | {r['do']} |" for r in refused]
     return "\n".join(lines) + "\n"
@@ -101,7 +110,10 @@ def benchmarks_page(data: dict[str, Any]) -> str:
         "| model | `torch.export` alone | capture and rules | ratio |\n|---|---|---|---|",
     ]
     for case in data["against_export"]:
-        export, ours = (sorted(case["seconds"][key])[len(case["seconds"][key]) // 2] for key in ("export", "capture and rules"))
+        export, ours = (
+            sorted(case["seconds"][key])[len(case["seconds"][key]) // 2]
+            for key in ("export", "capture and rules")
+        )
         lines.append(f"| `{case['model']}` | {export:.2f} s | {ours:.2f} s | {case['ratio']:.2f} |")
     large, check = data["llama_70b"], data["verify"]
     lines.append(
@@ -117,7 +129,10 @@ def benchmarks_page(data: dict[str, Any]) -> str:
 
 def main() -> None:
     (HERE / "rules.md").write_text(rules_page())
-    for name, page, source in (("coverage", coverage_page, "coverage"), ("benchmarks", benchmarks_page, "algebra")):
+    for name, page, source in (
+        ("coverage", coverage_page, "coverage"),
+        ("benchmarks", benchmarks_page, "algebra"),
+    ):
         results = RESULTS / f"{source}.json"
         if results.exists():
             (HERE / f"{name}.md").write_text(page(json.loads(results.read_text())))

@@ -25,7 +25,14 @@ title("1  Unequal pieces")
 # Three devices, one as fast as the two others together. Seven rows cannot be cut 3.5, 2.1, 1.4, so they are cut
 # to the nearest whole rows; a device with a share of 0 gets none.
 shares = (0.5, 0.3, 0.2)
-print("7 rows:", cut(7, shares), "  20 rows:", cut(20, shares), "  with an idle device:", cut(7, (0.6, 0.4, 0.0)))
+print(
+    "7 rows:",
+    cut(7, shares),
+    "  20 rows:",
+    cut(20, shares),
+    "  with an idle device:",
+    cut(7, (0.6, 0.4, 0.0)),
+)
 
 title("2  What a device holds")
 # I: the whole value, and the whole gradient.      R: the whole value, but only a part of the gradient's sum.

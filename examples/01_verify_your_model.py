@@ -1,7 +1,7 @@
 """Your own model on unequal devices: is it the same as on one?
 
-    python examples/01_verify_your_model.py
-    lopsided verify examples/01_verify_your_model.py:recommender     # the same from the command line
+python examples/01_verify_your_model.py
+lopsided verify examples/01_verify_your_model.py:recommender     # the same from the command line
 """
 
 import torch
@@ -34,6 +34,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     model, batch = recommender()
     result = lopsided.verify(model, batch, shares=(0.6, 0.3, 0.1), programs=25)
-    print(f"{len(result.trials)} random programs, worst relative error {result.worst.error:.1e} ({result.worst.where})")
+    print(
+        f"{len(result.trials)} random programs, worst relative error {result.worst.error:.1e} ({result.worst.where})"
+    )
     print("conversions used:", dict(result.conversions))
     assert result.passed

@@ -1,6 +1,6 @@
 """Three well-known strategies, written down by hand for one model, and checked against one device.
 
-    python examples/02_write_a_program.py
+python examples/02_write_a_program.py
 """
 
 import torch
@@ -59,7 +59,11 @@ if __name__ == "__main__":
     graph = lopsided.capture(model, batch)
     book = lopsided.derive_rules(graph)
     alone = lopsided.simulate(lopsided.one_device(graph), model, batch, (1.0,))
-    for name, text in {"data parallel": DATA_PARALLEL, "ZeRO": ZERO, "tensor parallel": TENSOR_PARALLEL}.items():
+    for name, text in {
+        "data parallel": DATA_PARALLEL,
+        "ZeRO": ZERO,
+        "tensor parallel": TENSOR_PARALLEL,
+    }.items():
         program = lopsided.parse_program(text, graph)
         lopsided.check_program(program, book)
         together = lopsided.simulate(program, model, batch, (0.5, 0.3, 0.2))

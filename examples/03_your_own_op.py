@@ -1,6 +1,6 @@
 """An op that nobody has described: its rules are found by trying.
 
-    python examples/03_your_own_op.py
+python examples/03_your_own_op.py
 """
 
 import torch

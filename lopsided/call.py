@@ -21,7 +21,13 @@ from lopsided.graph import Arg, Atom, Context, Node, Ref
 
 
 def batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    momentum: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Batch norm in training that returns its new running statistics in place of writing them."""
     mean, var = mean.clone(), var.clone()
@@ -39,7 +45,9 @@ def resolve_op(name: str) -> Callable[..., Any]:
         return OWN[name]
     overload = aten_overload(name)
     if overload is None:
-        raise GraphError(f"there is no op {name!r}", do="use the name of an op in torch.ops, such as aten.linear.default")
+        raise GraphError(
+            f"there is no op {name!r}", do="use the name of an op in torch.ops, such as aten.linear.default"
+        )
     return overload
 
 
@@ -64,7 +72,19 @@ def filled(node: Node, operands: Sequence[Tensor], device: torch.device) -> tupl
     """The node's arguments, with tensors in place of references in the order `Node.operands` lists them."""
     feed = iter(operands)
     args = [_fill(arg, feed, device) for arg in node.args]
-    return args, {key: _fill(arg, feed, device) for key, arg in node.kwargs}
+    kwargs = {key: _fill(arg, feed, device) for key, arg in node.kwargs}
+    if not operands and _makes_tensors(node.op):
+        kwargs["device"] = device
+    return args, kwargs
+
+
+@lru_cache(maxsize=None)
+def _makes_tensors(op: str) -> bool:
+    """A factory such as `arange`: it can be told where to make its tensor, by keyword."""
+    overload = aten_overload(op)
+    return overload is not None and any(
+        a.name == "device" and a.kwarg_only for a in overload._schema.arguments
+    )
 
 
 def _fill(arg: Arg, feed: Iterator[Tensor], device: torch.device) -> Any:

@@ -5,7 +5,7 @@ real, fake or on `meta`. Out: a `Graph` of the ops as people write them (`linear
 `torch.export` before dispatch. On the way everything that is not a pure call of an op is settled:
 
     a tensor given twice in the batch        separate inputs                     `flatten_batch`
-    autocast and no-grad sub-graphs          inlined, kept as each node's context `_Tracer.inline`
+    autocast and no-grad regions             kept as each node's context         `_Tracer.call`
     in-place ops, also through views         functional ops                      `lopsided.inplace`
     batch norm and buffers it changes        results of the node, graph updates  `_Tracer.batch_norm`
     parameters used under two names          one leaf                            `_Tracer.leaf`
@@ -15,12 +15,12 @@ real, fake or on `meta`. Out: a `Graph` of the ops as people write them (`linear
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -33,6 +33,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from lopsided.errors import CaptureError, LopsidedError
+from lopsided.export import assignments, export_flat
 from lopsided.graph import DTYPE_NAMES, Arg, Atom, Context, Graph, Leaf, Node, Ref, Source, Value
 from lopsided.inplace import Functional
 from lopsided.saved import record_saved
@@ -65,8 +66,11 @@ def trace(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -> 
     tensors, rebuild = flatten_batch(batch)
     wrapped = _Loss(model, rebuild, loss_fn, several=isinstance(batch, Mapping | tuple | list))
     _check_call(model, rebuild(list(tensors.values())))
-    exported = _export(wrapped, _on_one_device(model, tensors))
-    return _Tracer(model, exported, list(tensors)).graph()
+    inputs = _on_one_device(model, tensors)
+    # A model on `meta` makes its own tensors there too, where it does not say otherwise.
+    with torch.device("meta") if any(p.is_meta for p in model.parameters()) else nullcontext():
+        exported = _export(wrapped, inputs)
+    return _Tracer(model, exported, list(tensors), wrapped.replaced).graph()
 
 
 def without_unused(graph: Graph) -> Graph:
@@ -77,11 +81,15 @@ def without_unused(graph: Graph) -> Graph:
         if any(value.name in wanted for value in node.results):
             kept.append(node)
             wanted.update(node.operands)
-    leaves = tuple(leaf for leaf in graph.leaves if leaf.kind in ("input", "parameter") or leaf.value.name in wanted)
+    leaves = tuple(
+        leaf for leaf in graph.leaves if leaf.kind in ("input", "parameter") or leaf.value.name in wanted
+    )
     return Graph(leaves, tuple(reversed(kept)), graph.loss, graph.updates)
 
 
-def flatten_batch(batch: object) -> tuple[dict[str, Tensor], Callable[[list[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]]:
+def flatten_batch(
+    batch: object,
+) -> tuple[dict[str, Tensor], Callable[[list[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]]:
     """The tensors of a batch by name, and the way back from tensors to the model's arguments."""
     if isinstance(batch, Mapping):
         call: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))
@@ -90,7 +98,9 @@ def flatten_batch(batch: object) -> tuple[dict[str, Tensor], Callable[[list[Tens
     else:
         call = ((batch,), {})
     leaves, spec = pytree.tree_flatten_with_path(call)
-    names = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]) for path, _ in leaves]
+    names = [
+        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]) for path, _ in leaves
+    ]
     values = [value for _, value in leaves]
     tensors = {name: value for name, value in zip(names, values, strict=True) if isinstance(value, Tensor)}
 
@@ -115,7 +125,9 @@ def loss_of(output: object, batch: object, loss_fn: LossFn | None) -> Tensor:
             )
         loss = found
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
-        what = f"a {tuple(loss.shape)} {loss.dtype} tensor" if isinstance(loss, Tensor) else type(loss).__name__
+        what = (
+            f"a {tuple(loss.shape)} {loss.dtype} tensor" if isinstance(loss, Tensor) else type(loss).__name__
+        )
         raise CaptureError(
             f"the model returns {what} as its loss, not a floating-point scalar",
             do="reduce it to one number in the model, or pass loss_fn=lambda output, batch: ...",
@@ -127,12 +139,18 @@ class _Loss(nn.Module):
     """The model as a function from the batch's tensors to its loss."""
 
     def __init__(
-        self, model: nn.Module, rebuild: Callable[[list[Tensor]], Any], loss_fn: LossFn | None, *, several: bool
+        self,
+        model: nn.Module,
+        rebuild: Callable[[list[Tensor]], Any],
+        loss_fn: LossFn | None,
+        *,
+        several: bool,
     ) -> None:
         super().__init__()
         self._several = several  # arguments: the batch is a mapping or a tuple
         self.model = model
         self._rebuild = rebuild
+        self.replaced: set[str] = set()
         # In a list, so that a loss module's tensors are captured as constants and not as parameters to train.
         self._loss_fn = [loss_fn]
         self.training = model.training
@@ -140,7 +158,9 @@ class _Loss(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         args, kwargs = self._rebuild(list(tensors))
         given = kwargs or (args if self._several else args[0])
-        return loss_of(self.model(*args, **kwargs), given, self._loss_fn[0])
+        with assignments(self.model, self.replaced):
+            output = self.model(*args, **kwargs)
+        return loss_of(output, given, self._loss_fn[0])
 
 
 def _check_call(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -173,23 +193,10 @@ def _on_one_device(model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[Ten
 
 
 def _export(wrapped: _Loss, tensors: tuple[Tensor, ...]) -> ExportedProgram:
-    quiet = logging.getLogger("torch.export"), logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    levels = [log.level for log in quiet]
     try:
-        for log in quiet:
-            log.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Gradients on, whatever surrounds the call: what is captured is a training step.
-            with torch.inference_mode(False), torch.enable_grad():
-                return torch.export.export(wrapped, tensors, strict=False)
-    except LopsidedError:
-        raise
+        return export_flat(wrapped, tensors)
     except Exception as error:
         raise _explain(wrapped.model, error) from error
-    finally:
-        for log, level in zip(quiet, levels, strict=True):
-            log.setLevel(level)
 
 
 # What to change, by a word in the exception that export raised.
@@ -204,6 +211,11 @@ _ADVICE = (
         ("UnsupportedOperator", "NotImplementedError"),
         "the model calls an op that cannot be traced",
         "replace the op, or register a fake implementation for it with torch.library.register_fake",
+    ),
+    (
+        ("DeviceMismatch", "different devices"),
+        "the model meets tensors on different devices",
+        "put the model, the batch and the tensors of loss_fn on one device, or all on meta",
     ),
     (
         ("mutat", "in-place"),
@@ -224,7 +236,11 @@ def _explain(model: nn.Module, error: Exception) -> LopsidedError:
     link: BaseException | None = error
     while link is not None and link not in chain:
         if isinstance(link, LopsidedError):
-            return link
+            return (
+                link
+                if link.where
+                else type(link)(link.what, where=_user_frame(link), do=link.do, **link.facts)
+            )
         chain.append(link)
         link = link.__cause__ or link.__context__
     where = next((place for e in reversed(chain) if (place := _user_frame(e))), type(model).__name__)
@@ -233,7 +249,9 @@ def _explain(model: nn.Module, error: Exception) -> LopsidedError:
     cause = f"{type(error).__name__}: {said[0] if said else ''}"
     for words, what, do in _ADVICE:
         if any(word in text for word in words):
-            return CaptureError(f"{type(model).__name__} cannot be captured: {what}", where=where, cause=cause, do=do)
+            return CaptureError(
+                f"{type(model).__name__} cannot be captured: {what}", where=where, cause=cause, do=do
+            )
     return CaptureError(
         f"{type(model).__name__} cannot be captured",
         where=where,
@@ -268,7 +286,12 @@ def _is_internal(file: str) -> bool:
 class _Tracer:
     """Walks the exported graph once, inlining sub-graphs, and collects leaves, nodes and buffer updates."""
 
-    def __init__(self, model: nn.Module, exported: ExportedProgram, inputs: list[str]) -> None:
+    def __init__(
+        self, model: nn.Module, exported: ExportedProgram, inputs: list[str], replaced: set[str]
+    ) -> None:
+        self.replaced = replaced
+        self.context = Context(_surrounding_autocast())
+        self.regions: dict[fx.Node, str] = {}
         self.model, self.exported, self.inputs = model, exported, iter(inputs)
         self.leaves: list[Leaf] = []
         self.body = Functional()
@@ -286,10 +309,29 @@ class _Tracer:
         with warnings.catch_warnings():
             # Retracing an op on meta tensors may warn about what the model does; that is not news here.
             warnings.simplefilter("ignore")
-            results = self.inline(module, Context(_surrounding_autocast()))
+            results = self.inline(module)
         loss = self.body.current(_name_of(results[0], "the loss"))
-        updates = tuple((b, self.body.current(v)) for b, v in self.body.updates.items() if self.body.current(v) != v)
+        updates = tuple(
+            (b, self.body.current(v)) for b, v in self.body.updates.items() if self.body.current(v) != v
+        )
+        self.refuse_shared_memory([buffer for buffer, _ in updates])
         return Graph(tuple(self.leaves), tuple(self.body.nodes), loss, updates)
+
+    def refuse_shared_memory(self, changed: list[str]) -> None:
+        """A buffer that changes must not be seen through another tensor of the model, unless that is the same tensor."""
+        tensors = {
+            leaf.target: getattr(self.model, f"get_{leaf.kind}")(leaf.target)
+            for leaf in self.leaves
+            if leaf.kind in ("parameter", "buffer")
+        }
+        owners: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            other = owners.setdefault(tensor.untyped_storage()._cdata, name)
+            if other != name and (name in changed or other in changed) and tensor.numel():
+                raise CaptureError(
+                    f"the buffers {other} and {name} share memory, and forward writes into it",
+                    do="register one of them, and take the other from it in forward",
+                )
 
     def leaf(self, node: fx.Node, spec: Any) -> None:
         target = (spec.target or "").removeprefix("model.")
@@ -299,7 +341,9 @@ class _Tracer:
                 raise CaptureError(f"input {node.name} is not a tensor", do="pass numbers as Python values")
             key = next(self.inputs)
             name = _plain(key)
-            self.add_leaf(node, Leaf(self.value(f"input_{name}" if name[:1].isdigit() else name, value), "input", key))
+            self.add_leaf(
+                node, Leaf(self.value(f"input_{name}" if name[:1].isdigit() else name, value), "input", key)
+            )
         elif spec.kind == InputKind.PARAMETER:
             parameter = self.model.get_parameter(target)
             if id(parameter) in self.tied:
@@ -320,7 +364,9 @@ class _Tracer:
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             self.add_leaf(node, self.constant(node, spec.target))
         else:
-            raise CaptureError(f"the model holds {spec.target}, which is not a tensor", do="keep it out of forward")
+            raise CaptureError(
+                f"the model holds {spec.target}, which is not a tensor", do="keep it out of forward"
+            )
 
     def add_leaf(self, node: fx.Node, leaf: Leaf) -> None:
         self.leaves.append(leaf)
@@ -334,12 +380,22 @@ class _Tracer:
 
     def constant(self, node: fx.Node, target: str) -> Leaf:
         tensor = self.exported.constants[target]
+        if target.removeprefix("model.") in self.replaced:
+            raise CaptureError(
+                f"forward reads and replaces the tensor {target.removeprefix('model.')}, which is not a buffer",
+                do="register it with register_buffer(name, tensor, persistent=False)",
+            )
         if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.numel() > _LARGEST_CONSTANT:
             raise CaptureError(
                 f"the model uses the tensor {target.removeprefix('model.')}, which is neither a parameter nor a buffer",
                 do="register it with register_buffer(name, tensor, persistent=False)",
             )
-        return Leaf(self.value(_plain(target.removeprefix("model.")), tensor), "constant", target, data=tuple(tensor.flatten().tolist()))
+        return Leaf(
+            self.value(_plain(target.removeprefix("model.")), tensor),
+            "constant",
+            target,
+            data=tuple(tensor.flatten().tolist()),
+        )
 
     def value(self, name: str, tensor: Tensor) -> Value:
         fresh, k = name, 1
@@ -347,50 +403,62 @@ class _Tracer:
             fresh, k = f"{name}_{k}", k + 1
         self.taken.add(fresh)
         if tensor.dtype not in DTYPE_NAMES:
-            raise CaptureError(f"%{fresh} has dtype {tensor.dtype}, which graphs do not have", do=f"use {', '.join(DTYPE_NAMES.values())}")
+            raise CaptureError(
+                f"%{fresh} has dtype {tensor.dtype}, which graphs do not have",
+                do=f"use {', '.join(DTYPE_NAMES.values())}",
+            )
         return Value(fresh, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype])
 
     # Nodes
 
-    def inline(self, module: fx.GraphModule, context: Context) -> tuple[Arg, ...]:
+    def inline(self, module: fx.GraphModule) -> tuple[Arg, ...]:
         """Append the nodes of a (sub-)graph whose placeholders already have names; returns its outputs."""
         for node in module.graph.nodes:
             if node.op == "call_function":
-                self.call(node, module, context)
+                self.call(node, module)
             elif node.op == "get_attr":
                 attribute = _attribute(module, str(node.target))
                 if isinstance(attribute, Tensor):
-                    raise CaptureError(f"sub-graph holds a tensor {node.target}", do="register it as a buffer")
+                    raise CaptureError(
+                        f"sub-graph holds a tensor {node.target}", do="register it as a buffer"
+                    )
             elif node.op == "output":
                 outputs = node.args[0]
-                return tuple(self.arg(out) for out in (outputs if isinstance(outputs, tuple | list) else (outputs,)))
+                return tuple(
+                    self.arg(out) for out in (outputs if isinstance(outputs, tuple | list) else (outputs,))
+                )
         return ()
 
-    def call(self, node: fx.Node, module: fx.GraphModule, context: Context) -> None:
+    def call(self, node: fx.Node, module: fx.GraphModule) -> None:
         target = node.target
         name = str(target)
         source = _source(node)
         if name.endswith("getitem>") or name == "<built-in function getitem>":
             container, index = self.names[node.args[0]], node.args[1]  # type: ignore[index]
             self.names[node] = container[index]  # type: ignore[index, call-overload, assignment]
-        elif "wrap_with_set_grad_enabled" in name:
-            enabled, body, *rest = node.args
-            self.subgraph(node, module, body, rest, replace(context, grad=bool(enabled)))
-        elif "wrap_with_autocast" in name:
-            device, dtype, enabled, _, body, *rest = node.args
-            under = dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(str(device))
-            autocast = f"{device}:{DTYPE_NAMES[under] if enabled else 'off'}"
-            self.subgraph(node, module, body, rest, replace(context, autocast=autocast))
+        elif target is torch._C._set_grad_enabled:
+            self.context = replace(self.context, grad=bool(node.args[0]))
+        elif name.startswith("<function _enter_autocast"):
+            self.regions[node] = self.context.autocast
+            self.context = replace(self.context, autocast=_autocast(*node.args))
+        elif name.startswith("<function _exit_autocast"):
+            self.context = replace(self.context, autocast=self.regions[node.args[0]])  # type: ignore[index]
         elif "activation_checkpoint" in name:
             body, *rest = node.args
-            self.subgraph(node, module, body, rest, context)
+            self.subgraph(node, module, body, rest)
         elif isinstance(target, OpOverload) and target.name().partition("::")[2].startswith(_CHECKS):
             return
+        elif isinstance(target, OpOverload) and target._schema.is_mutable and node.meta.get("val") is None:
+            raise CaptureError(
+                f"{target} writes into its arguments and returns nothing",
+                where=str(source),
+                do="write the op so that it returns a new tensor",
+            )
         elif not isinstance(target, OpOverload) or not _is_tensors(node.meta.get("val")):
             # A number read from a tensor. Most end in a check, which is dropped; refused where an op needs it.
             self.unknown[node] = self.refusal(node, source)
         else:
-            self.op(node, target, context, source)
+            self.op(node, target, source)
 
     def refusal(self, node: fx.Node, source: Source) -> CaptureError:
         if isinstance(node.target, OpOverload):
@@ -406,26 +474,28 @@ class _Tracer:
             do="write it with tensor operations of fixed shape, without torch.vmap or other transforms",
         )
 
-    def subgraph(self, node: fx.Node, module: fx.GraphModule, body: Any, rest: list[Any], context: Context) -> None:
+    def subgraph(self, node: fx.Node, module: fx.GraphModule, body: Any, rest: list[Any]) -> None:
         inner = _attribute(module, str(body.target))
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
         for placeholder, given in zip(placeholders, rest, strict=True):
             self.names[placeholder] = self.arg(given)
-        self.names[node] = self.inline(inner, context)
+        self.names[node] = self.inline(inner)
 
-    def op(self, node: fx.Node, target: OpOverload, context: Context, source: Source) -> None:
+    def op(self, node: fx.Node, target: OpOverload, source: Source) -> None:
         results = tuple(self.results(node, source))
         args = tuple(self.arg(arg) for arg in node.args)
         # In the order of the schema, so that operands are listed alike however the call was written.
         order = [argument.name for argument in target._schema.arguments]
         kwargs = tuple((key, self.arg(node.kwargs[key])) for key in sorted(node.kwargs, key=order.index))
-        call = Node(str(target), args, kwargs, results, context, source=source)
+        call = Node(str(target), args, kwargs, results, self.context, source=source)
         if call.op == "aten.batch_norm.default":
             self.names[node] = self.batch_norm(call)
             return
         if call.op == "aten.instance_norm.default" and args[3] is not None and args[5]:
             raise CaptureError(
-                "instance norm changes its running statistics", where=str(source), do="build it with track_running_stats=False"
+                "instance norm changes its running statistics",
+                where=str(source),
+                do="build it with track_running_stats=False",
             )
         names = self.body.append(call, target, is_view=_is_view(node))
         single = isinstance(node.meta["val"], Tensor)
@@ -482,7 +552,9 @@ class _Tracer:
             return Atom(kind, str(arg).removeprefix("torch."))
         if arg is None or isinstance(arg, bool | int | float | complex | str):
             return arg
-        raise CaptureError(f"an op takes {arg!r}, which depends on the data", do="make the number a Python constant")
+        raise CaptureError(
+            f"an op takes {arg!r}, which depends on the data", do="make the number a Python constant"
+        )
 
 
 def _plain(path: str) -> str:
@@ -491,13 +563,22 @@ def _plain(path: str) -> str:
 
 
 def _is_tensors(made: object) -> bool:
-    return isinstance(made, Tensor) or (isinstance(made, tuple | list) and all(isinstance(t, Tensor) for t in made))
+    return isinstance(made, Tensor) or (
+        isinstance(made, tuple | list) and all(isinstance(t, Tensor) for t in made)
+    )
 
 
 def _name_of(arg: Arg, what: str) -> str:
     if not isinstance(arg, Ref):
-        raise CaptureError(f"{what} does not depend on the batch or the parameters", do="return the training loss")
+        raise CaptureError(
+            f"{what} does not depend on the batch or the parameters", do="return the training loss"
+        )
     return arg.name
+
+
+def _autocast(device: Any, dtype: Any, enabled: Any, _: Any) -> str:
+    under = dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(str(device))
+    return f"{device}:{DTYPE_NAMES[under] if enabled else 'off'}"
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -525,7 +606,9 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 @lru_cache(maxsize=65536)
 def _frame(trace: str) -> tuple[str, int, str]:
     frames = [(file, int(line), function) for file, line, function in _FRAME.findall(trace)]
-    return next((f for f in reversed(frames) if not _is_internal(f[0])), frames[-1] if frames else ("", 0, ""))
+    return next(
+        (f for f in reversed(frames) if not _is_internal(f[0])), frames[-1] if frames else ("", 0, "")
+    )
 
 
 def _source(node: fx.Node) -> Source:
@@ -533,4 +616,3 @@ def _source(node: fx.Node) -> Source:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
     return Source(file, line, function, path.removeprefix("model").removeprefix("."))
-

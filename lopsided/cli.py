@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
@@ -56,7 +58,9 @@ def _set_verbose(value: bool) -> bool:
 
 Model = Annotated[
     str,
-    typer.Argument(help="A zoo name with sizes (gpt2:layers=2,width=64), file.py:function, package.module:function, or hf:ClassName:key=value"),
+    typer.Argument(
+        help="A zoo name with sizes (gpt2:layers=2,width=64), file.py:function, package.module:function, or hf:ClassName:key=value"
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Batch = Annotated[int | None, typer.Option(help="Samples in a batch.", min=1)]
@@ -90,13 +94,15 @@ def capture_command(
     verbose: Verbose = False,
 ) -> None:
     """Capture a model as one graph, and print it."""
-    with _on_meta():
-        module, data = load(model, batch=batch)
+    module, data = _load_shapes(model, batch)
     started = time.perf_counter()
     graph = capture(module, data)
     captured_s = time.perf_counter() - started
     book = derive_rules(graph)
-    facts = _graph_facts(graph, book) | {"capture_s": captured_s, "rules_s": time.perf_counter() - started - captured_s}
+    facts = _graph_facts(graph, book) | {
+        "capture_s": captured_s,
+        "rules_s": time.perf_counter() - started - captured_s,
+    }
     if as_json:
         out.print_json(json.dumps({"model": model, **facts, "graph": graph.text()}))
         return
@@ -106,9 +112,15 @@ def capture_command(
     _say_experiments(book)
 
 
-def _on_meta() -> Any:
-    """Capturing needs shapes only: a model of any size is built without memory."""
-    return torch.device("meta")
+def _load_shapes(model: str, batch: int | None) -> tuple[torch.nn.Module, Any]:
+    """Capturing needs shapes only: a model of any size is built without memory, if its code allows that."""
+    try:
+        with torch.device("meta"):
+            return load(model, batch=batch)
+    except ModelError as error:
+        if error.__cause__ is None:  # the name is wrong, not the model's code
+            raise
+        return load(model, batch=batch)
 
 
 def _graph_facts(graph: Graph, book: RuleBook) -> dict[str, Any]:
@@ -134,7 +146,9 @@ def _say_experiments(book: RuleBook) -> None:
     for op in sorted({node.op for node in book.by_experiment}):
         node = next(n for n in book.by_experiment if n.op == op)
         rules = book.rules[node.name]
-        out.print(escape(f"{op} has no line in the table: {len(rules)} rules found by experiment  {node.source}"))
+        out.print(
+            escape(f"{op} has no line in the table: {len(rules)} rules found by experiment  {node.source}")
+        )
 
 
 # rules
@@ -150,7 +164,7 @@ def rules_command(
     ops = _ops_named(op)
     torch.set_num_threads(1)  # thousands of tiny kernels: threads cost more than they bring
     findings: list[Finding] = []
-    with _progress("validating", len(ops), quiet=as_json) as advance:
+    with _progress("validating", len(ops), quiet=as_json) as advance, _without_kernels_warnings():
         for name in ops:
             findings += [validate(example) for example in samples_of(name)]
             advance()
@@ -184,9 +198,16 @@ def _findings_json(findings: list[Finding]) -> dict[str, Any]:
             for f in findings
             for rule, error in f.wrong
         ],
-        "missing": [{"sample": str(f.sample), "line": f.line, "rule": str(r)} for f in findings for r in f.missing],
+        "missing": [
+            {"sample": str(f.sample), "line": f.line, "rule": str(r)} for f in findings for r in f.missing
+        ],
         "findings": [
-            {"op": f.sample.op, "sample": str(f.sample), "line": f.line, "rules": [str(rule) for rule, _ in f.rules]}
+            {
+                "op": f.sample.op,
+                "sample": str(f.sample),
+                "line": f.line,
+                "rules": [str(rule) for rule, _ in f.rules],
+            }
             for f in findings
         ],
     }
@@ -208,18 +229,32 @@ def _print_findings(findings: list[Finding], *, details: bool) -> None:
             mine = [finding for finding in findings if finding.sample.op == op]
             worst = max((error for finding in mine for _, error in finding.rules), default=0.0)
             rules = sum(len(finding.rules) for finding in mine)
-            table.add_row(op, escape(mine[0].line), str(len(mine)), str(rules), "refused" if math.isinf(worst) else f"{worst:.0e}")
+            table.add_row(
+                op,
+                escape(mine[0].line),
+                str(len(mine)),
+                str(rules),
+                "refused" if math.isinf(worst) else f"{worst:.0e}",
+            )
         out.print(table)
     for finding in findings:
         for rule, error in finding.wrong:
-            out.print(escape(f"WRONG    {finding.sample}  {finding.line}\n         {rule}  error {_finite(error)}"))
+            out.print(
+                escape(f"WRONG    {finding.sample}  {finding.line}\n         {rule}  error {_finite(error)}")
+            )
         for rule in finding.missing:
-            out.print(escape(f"missing  {finding.sample}  {finding.line}\n         {rule}  holds and is not derived"))
+            out.print(
+                escape(
+                    f"missing  {finding.sample}  {finding.line}\n         {rule}  holds and is not derived"
+                )
+            )
     rules = sum(len(finding.rules) for finding in findings)
     wrong = sum(len(finding.wrong) for finding in findings)
     missing = sum(len(finding.missing) for finding in findings)
     ops = len({finding.sample.op for finding in findings})
-    out.print(f"{ops} ops, {len(findings)} samples, {rules} rules: {wrong} wrong, {missing} valid but not derived")
+    out.print(
+        f"{ops} ops, {len(findings)} samples, {rules} rules: {wrong} wrong, {missing} valid but not derived"
+    )
 
 
 # verify
@@ -263,7 +298,9 @@ def _parse_shares(text: str) -> tuple[float, ...]:
     try:
         return check_shares([float(part) for part in text.split(",")])
     except ValueError:
-        raise SharesError(f"{text!r} is not a list of numbers", where="--shares", do="write them like .5,.3,.2") from None
+        raise SharesError(
+            f"{text!r} is not a list of numbers", where="--shares", do="write them like .5,.3,.2"
+        ) from None
 
 
 def _verification_json(model: str, result: Verification, seconds: float) -> dict[str, Any]:
@@ -292,13 +329,21 @@ def _verification_json(model: str, result: Verification, seconds: float) -> dict
 
 def _print_verification(model: str, result: Verification, seconds: float) -> None:
     worst = result.worst
-    out.print(f"{model}: {len(result.graph.nodes)} nodes, {len(result.trials)} random programs in {seconds:.1f} s")
-    for what, counts in (("placements", result.placements), ("conversions", result.conversions), ("rules", result.rules)):
+    out.print(
+        f"{model}: {len(result.graph.nodes)} nodes, {len(result.trials)} random programs in {seconds:.1f} s"
+    )
+    for what, counts in (
+        ("placements", result.placements),
+        ("conversions", result.conversions),
+        ("rules", result.rules),
+    ):
         out.print(f"  {what:<12}{_counts(counts)}")
     if result.by_experiment:
         out.print(f"  no line     {', '.join(result.by_experiment)}: rules by experiment")
     out.print(f"  capture     the graph against the model itself: {result.capture_error:.1e}")
-    out.print(f"  worst error {worst.error:.1e} in {worst.where}, shares {', '.join(f'{s:.2f}' for s in worst.shares)}")
+    out.print(
+        f"  worst error {worst.error:.1e} in {worst.where}, shares {', '.join(f'{s:.2f}' for s in worst.shares)}"
+    )
     if result.passed:
         out.print(f"[green]same as one device[/green] (within {TOLERANCE:.0e}, float64)")
     else:
@@ -332,13 +377,19 @@ def demo_command(verbose: Verbose = False) -> None:
     out.print("   aten.linear   ... i * o i + o -> ... o")
     for rule in book.rules[linear.name]:
         out.print(f"     {escape(str(rule))}")
-    out.print(f"   {sum(map(len, book.rules.values()))} rules in all. I whole, R whole with a partial gradient, P a term of a sum, S cut")
+    out.print(
+        f"   {sum(map(len, book.rules.values()))} rules in all. I whole, R whole with a partial gradient, P a term of a sum, S cut"
+    )
     program = random_program(book, random.Random(4))
-    out.print("\n[bold]3  A program[/bold]  any rule for every op, conversions where they do not fit: this one is random")
+    out.print(
+        "\n[bold]3  A program[/bold]  any rule for every op, conversions where they do not fit: this one is random"
+    )
     for line in str(program).splitlines()[len(graph.leaves) + 3 : len(graph.leaves) + 15]:
         out.print(f"   {escape(line)}")
     out.print(f"   … {len(program.steps)} steps, {sum(1 for _ in program.conversions())} conversions")
-    out.print("\n[bold]4  Run it[/bold]  on three imaginary devices that do 50 %, 30 % and 20 %, seven rows cut 4, 2 and 1")
+    out.print(
+        "\n[bold]4  Run it[/bold]  on three imaginary devices that do 50 %, 30 % and 20 %, seven rows cut 4, 2 and 1"
+    )
     expected = simulate(one_device(graph), module, data, (1.0,))
     found = simulate(program, module, data, shares)
     error, where = compare(found, expected)
@@ -351,9 +402,25 @@ def demo_command(verbose: Verbose = False) -> None:
 
 
 @contextmanager
+def _without_kernels_warnings() -> Iterator[None]:
+    """Samples call deprecated ops, too; what kernels say about that goes to the file behind stderr, past Python."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+@contextmanager
 def _progress(what: str, total: int, *, quiet: bool) -> Iterator[Any]:
     """A bar on a terminal, nothing elsewhere."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as bar:
+    shown = Console(file=os.fdopen(os.dup(2), "w"), highlight=False)
+    with Progress(*columns, console=shown, transient=True, disable=quiet or not err.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)

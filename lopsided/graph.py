@@ -240,12 +240,16 @@ def check(graph: Graph) -> None:
         if value.name in known:
             raise GraphError(f"%{value.name} is defined twice", do="give every value its own name")
         if value.dtype not in DTYPES:
-            raise GraphError(f"%{value.name} has an unknown dtype {value.dtype!r}", do=f"use one of {', '.join(DTYPES)}")
+            raise GraphError(
+                f"%{value.name} has an unknown dtype {value.dtype!r}", do=f"use one of {', '.join(DTYPES)}"
+            )
         known.add(value.name)
 
     for leaf in graph.leaves:
         if leaf.kind not in ("input", "parameter", "buffer", "constant"):
-            raise GraphError(f"%{leaf.value.name} is a leaf of unknown kind {leaf.kind!r}", do="see docs/glossary.md")
+            raise GraphError(
+                f"%{leaf.value.name} is a leaf of unknown kind {leaf.kind!r}", do="see docs/glossary.md"
+            )
         if leaf.kind == "constant" and len(leaf.data) != leaf.value.elements:
             raise GraphError(
                 f"constant %{leaf.value.name} has {len(leaf.data)} elements, its shape needs {leaf.value.elements}",
@@ -256,7 +260,9 @@ def check(graph: Graph) -> None:
         for name in node.operands:
             if name not in known:
                 raise GraphError(
-                    f"{node.op} uses %{name}, which is not defined before it", where=str(node.source), do="order the nodes so that they run"
+                    f"{node.op} uses %{name}, which is not defined before it",
+                    where=str(node.source),
+                    do="order the nodes so that they run",
                 )
         if not node.results:
             raise GraphError(f"{node.op} has no result", where=str(node.source), do="leave it out")
@@ -264,7 +270,9 @@ def check(graph: Graph) -> None:
             define(value)
     for name in (graph.loss, *(value for _, value in graph.updates)):
         if name not in known:
-            raise GraphError(f"the graph returns %{name}, which is not defined", do="return a value of the graph")
+            raise GraphError(
+                f"the graph returns %{name}, which is not defined", do="return a value of the graph"
+            )
     if graph.values[graph.loss].elements != 1:
         raise GraphError(f"the loss %{graph.loss} is not a scalar", do="return a loss with one element")
 
@@ -279,6 +287,9 @@ def print_arg(arg: Arg) -> str:
         return f"{arg.kind}:{arg.name}"
     if isinstance(arg, tuple):
         return f"[{', '.join(map(print_arg, arg))}]"
+    if isinstance(arg, complex):
+        # Both parts with their signs: -2j alone would read back as (0-2j) or (-0-2j).
+        return f"({arg.real!r}{'' if str(arg.imag).startswith('-') else '+'}{arg.imag!r}j)"
     if isinstance(arg, str):
         return json.dumps(arg, ensure_ascii=False)
     return repr(arg)
@@ -332,7 +343,11 @@ class _Reader:
         self.tokens: list[str] = _TOKEN.findall(text)
 
     def fail(self, why: str) -> GraphError:
-        return GraphError(f"graph text does not parse: {why}", where=f"line {self.number}: {self.text.strip()}", do="compare with a printed graph")
+        return GraphError(
+            f"graph text does not parse: {why}",
+            where=f"line {self.number}: {self.text.strip()}",
+            do="compare with a printed graph",
+        )
 
     @property
     def next(self) -> str:
@@ -397,6 +412,8 @@ class _Reader:
             return Atom(kind, name)
         if token in ("inf", "-inf", "nan"):
             return float(token)
+        if re.fullmatch(r"\(\S+j\)", token):
+            return complex(token)
         try:
             literal = ast.literal_eval(token)
         except (ValueError, SyntaxError):
@@ -412,7 +429,7 @@ def parse_graph(text: str) -> Graph:
     nodes: list[Node] = []
     updates: list[tuple[str, str]] = []
     loss = ""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         reader = _Reader(line, number)
@@ -444,7 +461,9 @@ def _leaf(reader: _Reader, value: Value) -> Leaf:
         data = reader.arg()
         if not isinstance(data, tuple) or not all(isinstance(x, bool | int | float | complex) for x in data):
             raise reader.fail("a constant needs a list of numbers")
-        return Leaf(value, kind, target, data=tuple(x for x in data if isinstance(x, bool | int | float | complex)))
+        return Leaf(
+            value, kind, target, data=tuple(x for x in data if isinstance(x, bool | int | float | complex))
+        )
     also: list[str] = []
     while reader.accept("also"):
         also.append(reader.string())

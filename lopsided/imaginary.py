@@ -37,7 +37,9 @@ def cotangent(placement: Placement) -> Placement:
 # Conversions
 
 
-def move(parts: Sequence[Tensor], source: Placement, to: Placement, shape: Sequence[int], shares: tuple[float, ...]) -> Parts:
+def move(
+    parts: Sequence[Tensor], source: Placement, to: Placement, shape: Sequence[int], shares: tuple[float, ...]
+) -> Parts:
     """Change the placement of a value; no gradient."""
     devices = range(len(parts))
     if source.is_whole and to.is_whole:
@@ -67,7 +69,14 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Placement, to: Placement, shape: tuple[int, ...], shares: tuple[float, ...], *parts: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        source: Placement,
+        to: Placement,
+        shape: tuple[int, ...],
+        shares: tuple[float, ...],
+        *parts: Tensor,
+    ) -> Any:
         ctx.way = (source, to, shape, shares)
         # Autograd wants outputs of their own, also where nothing moves.
         return tuple(part.clone() for part in move(parts, source, to, shape, shares))
@@ -78,7 +87,9 @@ class _Convert(torch.autograd.Function):
         return (None, None, None, None, *move(gradients, cotangent(to), cotangent(source), shape, shares))
 
 
-def convert(parts: Parts, source: Placement, to: Placement, shape: Sequence[int], shares: tuple[float, ...]) -> Parts:
+def convert(
+    parts: Parts, source: Placement, to: Placement, shape: Sequence[int], shares: tuple[float, ...]
+) -> Parts:
     """Change the placement of a value, forward and backward."""
     if source == to:
         return parts
@@ -101,40 +112,60 @@ class SeededRandomness:
         digest = hashlib.sha256(f"{self.seed} {name} {device}".encode()).digest()
         return int.from_bytes(digest[:7], "big")
 
-    def uniform(self, local: Local, shape: Sequence[int], placement: Placement, *, normal: bool = False) -> Tensor:
-        generator = torch.Generator().manual_seed(self.of_node(local.call.node.name))
+    def uniform(
+        self, local: Local, shape: Sequence[int], placement: Placement, *, normal: bool = False
+    ) -> Tensor:
+        # Drawn on the CPU, so that a GPU sees what a CPU saw.
+        generator = torch.Generator("cpu").manual_seed(self.of_node(local.call.node.name))
         draw = torch.randn if normal else torch.rand
-        whole = draw(tuple(shape), generator=generator, dtype=torch.float64)
+        whole = draw(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
         if placement.is_shard:
             whole = take_piece(whole, placement, cut(placement.length(shape), self.shares), local.device)
-        return whole.to(local.tensors[0].device) if local.tensors else whole
+        return whole.to(local.tensors[0].device if local.tensors else torch.get_default_device())
 
 
-def run_rule(call: Call, rule: Rule, operands: Sequence[Parts], shares: tuple[float, ...], random: SeededRandomness) -> list[Parts]:
+def run_rule(
+    call: Call, rule: Rule, operands: Sequence[Parts], shares: tuple[float, ...], random: SeededRandomness
+) -> list[Parts]:
     """Run one op by one rule on every device; `operands` are placed as the rule needs, the results as it gives."""
     if rule.how == "sfb":
         return _with_gathered_factors(call, rule, operands, shares, random)
     return _run(call, rule, operands, shares, random)
 
 
-def _run(call: Call, rule: Rule, operands: Sequence[Parts], shares: tuple[float, ...], random: SeededRandomness) -> list[Parts]:
-    locals_ = [_local(call, rule, [parts[d] for parts in operands], d, shares, random) for d in range(len(shares))]
+def _run(
+    call: Call, rule: Rule, operands: Sequence[Parts], shares: tuple[float, ...], random: SeededRandomness
+) -> list[Parts]:
+    locals_ = [
+        _local(call, rule, [parts[d] for parts in operands], d, shares, random) for d in range(len(shares))
+    ]
     implementation, talks = _implementation(call, rule)
     with surroundings(call.node.context):
         if talks:
             made = _in_step([implementation(local) for local in locals_], shares)
         else:
-            made = [_nothing(local) if _is_nothing(local) else _seeded(implementation, local, random) for local in locals_]
+            made = [
+                _nothing(local) if _is_nothing(local) else _seeded(implementation, local, random)
+                for local in locals_
+            ]
     results = [list(out) if isinstance(out, tuple | list) else [out] for out in made]
     for local, out in zip(locals_, results, strict=True):
         _check_shapes(local, out)
     return [[out[k] for out in results] for k in range(len(call.node.results))]
 
 
-def _local(call: Call, rule: Rule, tensors: list[Tensor], device: int, shares: tuple[float, ...], random: SeededRandomness) -> Local:
+def _local(
+    call: Call,
+    rule: Rule,
+    tensors: list[Tensor],
+    device: int,
+    shares: tuple[float, ...],
+    random: SeededRandomness,
+) -> Local:
     pieces = rule_pieces(call, rule, shares)
     shapes = tuple(
-        give.local_shape(value.shape, pieces, device) for give, value in zip(rule.gives, call.node.results, strict=True)
+        give.local_shape(value.shape, pieces, device)
+        for give, value in zip(rule.gives, call.node.results, strict=True)
     )
     return Local(call, rule, tuple(tensors), shapes, device, pieces, random)
 
@@ -144,7 +175,9 @@ def rule_pieces(call: Call, rule: Rule, shares: tuple[float, ...]) -> tuple[int,
     placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
     lengths = {placement.length(value.shape) for placement, value in placed if placement.is_shard}
     if len(lengths) > 1:
-        raise ProgramError(f"{call.node.op} by {rule} cuts lengths {sorted(lengths)} as one", do="cut one index at a time")
+        raise ProgramError(
+            f"{call.node.op} by {rule} cuts lengths {sorted(lengths)} as one", do="cut one index at a time"
+        )
     return cut(lengths.pop(), shares) if lengths else ()
 
 
@@ -152,9 +185,13 @@ def _implementation(call: Call, rule: Rule) -> tuple[Implementation, bool]:
     """The function that computes a piece, and whether it may talk to the other devices."""
     entry = describe(call.node.op)
     if rule.how not in ("plain", "sfb"):
-        talk = next((t for t in (entry.talks(call) if entry and entry.talks else ()) if t.how == rule.how), None)
+        talk = next(
+            (t for t in (entry.talks(call) if entry and entry.talks else ()) if t.how == rule.how), None
+        )
         if talk is None:
-            raise ProgramError(f"{call.node.op} has no implementation {rule.how!r}", do="derive the rules anew")
+            raise ProgramError(
+                f"{call.node.op} has no implementation {rule.how!r}", do="derive the rules anew"
+            )
         return talk.implementation, True
     return (entry.local if entry is not None and entry.local is not None else Local.run), False
 
@@ -165,7 +202,7 @@ def _is_nothing(local: Local) -> bool:
 
 def _nothing(local: Local) -> list[Tensor]:
     """Results without elements need no kernel, and some kernels refuse to make them."""
-    where = local.tensors[0].device if local.tensors else torch.device("cpu")
+    where = local.tensors[0].device if local.tensors else torch.get_default_device()
     return [
         torch.zeros(shape, dtype=value.torch_dtype, device=where)
         for shape, value in zip(local.shapes, local.call.node.results, strict=True)
@@ -228,7 +265,8 @@ def _with_gathered_factors(
     """Forward as ever; backward, the `I` operands' gradient from gathered factors, whole on every device."""
     plain = replace(rule, how="plain")
     held = [
-        [part.detach() for part in parts] if need == I else parts for need, parts in zip(rule.needs, operands, strict=True)
+        [part.detach() for part in parts] if need == I else parts
+        for need, parts in zip(rule.needs, operands, strict=True)
     ]
     results = _run(call, plain, held, shares, random)
     flat = [part for parts in (*results, *operands) for part in parts]
@@ -239,7 +277,15 @@ def _with_gathered_factors(
 
 class _GatheredFactors(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, rule: Rule, shares: tuple[float, ...], random: SeededRandomness, results: int, *flat: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        call: Call,
+        rule: Rule,
+        shares: tuple[float, ...],
+        random: SeededRandomness,
+        results: int,
+        *flat: Tensor,
+    ) -> Any:
         ctx.about = (call, rule, shares, random, results)
         ctx.save_for_backward(*flat[results * len(shares) :])
         return tuple(part.clone() for part in flat[: results * len(shares)])
@@ -262,7 +308,9 @@ class _GatheredFactors(torch.autograd.Function):
         one_device = Rule((I,) * len(rule.needs), (I,) * len(rule.gives))
         with torch.enable_grad():
             made = _run(call, one_device, [[t] for t in whole], (1.0,), random)
-            grads = torch.autograd.grad([parts[0] for parts in made], [whole[k] for k in wanted], dy, allow_unused=True)
+            grads = torch.autograd.grad(
+                [parts[0] for parts in made], [whole[k] for k in wanted], dy, allow_unused=True
+            )
         back: list[Tensor | None] = []
         for k in range(len(rule.needs)):
             gradient = grads[wanted.index(k)] if k in wanted else None

@@ -1,8 +1,8 @@
 """In-place ops made functional: the same graph without any value that changes.
 
-In: calls in the order the model makes them, some of which write into a tensor, perhaps through a view. Out: pure
-nodes. A write makes a new version of the tensor that owns the memory; every view of it that is used later is taken
-again from the new version.
+In: calls in the order the model makes them, some of which write into a tensor, perhaps through a view. Out:
+pure nodes. A write makes a new version of the tensor that owns the memory; every view of it that is used
+later is taken again from the new version.
 
     h[:, 0] = 0        →   s  = select(h, 1, 0);  f = fill(s, 0);  h2 = select_scatter(h, f, 1, 0)
 """
@@ -24,19 +24,36 @@ _RENAMED = {
     "zero_": "zero",
     "detach_": "detach",
 }
-# Ops that take another tensor only for its shape or dtype, written as the op that takes these as arguments: the other
-# tensor's values do not matter, and its placement must not.
-_AS = {"aten.expand_as.default": "aten.expand.default", "aten.view_as.default": "aten.reshape.default",
-       "aten.reshape_as.default": "aten.reshape.default", "aten.type_as.default": "aten.to.dtype"}
+# Ops that take another tensor only for its shape or dtype, written as the op that takes these as arguments:
+# the other tensor's values do not matter, and its placement must not.
+_AS = {
+    "aten.expand_as.default": "aten.expand.default",
+    "aten.view_as.default": "aten.reshape.default",
+    "aten.reshape_as.default": "aten.reshape.default",
+    "aten.type_as.default": "aten.to.dtype",
+}
 _NEW = {"new_zeros": 0, "new_ones": 1, "new_empty": 0}
 # Ops that hand their first argument on. A constant needs no copy here, because nothing is written to.
 _SAME = ("aten.lift_fresh_copy.default", "aten.lift_fresh.default", "aten.alias.default")
 # Views of the same elements in the same order: what is written goes back by a reshape.
 _SAME_ORDER = (
-    "view reshape flatten unflatten squeeze unsqueeze detach to contiguous view_as ravel alias clone dropout"
-    " feature_dropout alpha_dropout atleast_1d atleast_2d atleast_3d"
-).split()
-_REORDERED = "t transpose permute numpy_T mT movedim moveaxis swapaxes swapdims".split()
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "detach",
+    "to",
+    "contiguous",
+    "view_as",
+    "ravel",
+    "alias",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+)
+_REORDERED = ("t", "transpose", "permute", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
@@ -73,7 +90,7 @@ class Functional:
         return self._values[self.current(name)]
 
     def current(self, name: str) -> str:
-        """The name under which this tensor's present content is known; retakes a view of memory since written."""
+        """The name under which this tensor's content is now known; retakes a view of memory since written."""
         while name in self._newer:
             name = self._newer[name]
         view = self._views.get(name)
@@ -87,10 +104,10 @@ class Functional:
         return new
 
     def append(self, node: Node, target: OpOverload | None, *, is_view: bool = False) -> tuple[str, ...]:
-        """Add one call; returns the names of its results. `is_view`: they share the memory of its first argument."""
+        """Add one call; returns the names of its results. `is_view`: they share memory with an argument."""
         if node.op in _SAME and isinstance(node.args[0], Ref):
             return (node.args[0].name,)
-        if _is_identity(node, self._values):
+        if _is_identity(node, self._values, is_view):
             return node.operands
         node = _without_likeness(node)
         written = _written_argument(target)
@@ -113,12 +130,18 @@ class Functional:
                 return Ref(self.current(arg.name))
             return tuple(map(fresh, arg)) if isinstance(arg, tuple) else arg
 
-        return replace(node, args=tuple(map(fresh, node.args)), kwargs=tuple((k, fresh(v)) for k, v in node.kwargs))
+        return replace(
+            node, args=tuple(map(fresh, node.args)), kwargs=tuple((k, fresh(v)) for k, v in node.kwargs)
+        )
 
     def _add_all(self, node: Node) -> tuple[str, ...]:
         self._clock += 1
         self.nodes.append(node)
-        trained = node.context.grad and "detach" not in node.op and any(name in self._trained for name in node.operands)
+        trained = (
+            node.context.grad
+            and "detach" not in node.op
+            and any(name in self._trained for name in node.operands)
+        )
         for value in node.results:
             self._values[value.name] = value
             self._made[value.name] = self._clock
@@ -154,20 +177,26 @@ class Functional:
                 do="give the result a name: x = x.unsqueeze(0) in place of x.unsqueeze_(0)",
             )
         node = self._refreshed(node)
+        if node.context.autocast:
+            # Autocast leaves in-place ops alone, and not their functional forms.
+            device = node.context.autocast.partition(":")[0]
+            node = replace(node, context=replace(node.context, autocast=f"{device}:off"))
         self_name = self.current(destination.name)
         self._refuse_leaf(self_name, node)
-        self._refuse_behind_gradient(self_name, node)
         old = self._values[self_name]
         if node.op == "aten.copy_.default":
             # A copy of its own: the source may be written to later, and must not change with the destination.
             copy = replace(node, op="aten.clone.default", args=node.args[1:2], kwargs=())
             source = node.args[1]
-            made = self._add(copy, replace(self._values[source.name], name=old.name) if isinstance(source, Ref) else None)
+            made = self._add(
+                copy, replace(self._values[source.name], name=old.name) if isinstance(source, Ref) else None
+            )
         else:
             functional = _functional_form(node, target)
             made = self._add(replace(node, op=str(functional)), _result_of(functional, node, self._values))
         if (self._values[made].shape, self._values[made].dtype) != (old.shape, old.dtype):
             made = self._like(made, old, node)
+        self._refuse_behind_gradient(self_name, made, node)
         self._replace(self_name, made, node)
         return made
 
@@ -186,14 +215,14 @@ class Functional:
                 do="register it with register_buffer(name, tensor, persistent=False)",
             )
 
-    def _refuse_behind_gradient(self, name: str, node: Node) -> None:
-        """A write that autograd does not see changes a value and leaves its gradient: no pure op does that."""
+    def _refuse_behind_gradient(self, name: str, content: str, node: Node) -> None:
+        """A write that autograd does not see changes a value and keeps its gradient: no pure op does that."""
         hidden = not node.context.grad
         while name in self._views:
             view = self._views[name]
             hidden = hidden or not view.node.context.grad or "detach" in view.node.op
             name = self.current(view.parent)
-        if hidden and name in self._trained:
+        if hidden and (name in self._trained or content in self._trained):
             raise CaptureError(
                 f"{node.op} changes a value behind the back of its gradient",
                 where=str(node.source),
@@ -212,7 +241,7 @@ class Functional:
         return name
 
     def _replace(self, name: str, content: str, node: Node) -> None:
-        """`name` now holds `content`: so does the memory it is a view of, and every other view of that memory."""
+        """`name` now holds `content`: so does the memory it is a view of, and every other view of it."""
         root = self._root(name)
         view = self._views.get(name)
         if view is not None:
@@ -227,16 +256,18 @@ class Functional:
         self._written[root] = self._made[content] = self._clock
 
 
-def _is_identity(node: Node, values: dict[str, Value]) -> bool:
-    """The op hands on what it is given, as the same memory: a view of the same shape, a cast to the same dtype."""
+def _is_identity(node: Node, values: dict[str, Value], is_view: bool) -> bool:
+    """The op hands on what it is given, memory and all: a view of the same shape, a cast to its own dtype."""
     packet = node.op.split(".")[1]
-    if packet == "dropout":
-        return not node.args[2] or node.args[1] == 0
+    if packet in ("dropout", "alpha_dropout", "feature_dropout"):
+        return not (node.args[1] and node.args[2])
     if packet not in ("broadcast_tensors", "expand", "view", "reshape", "slice", "to"):
         return False
+    if not (is_view or packet == "broadcast_tensors") or not (node.context.grad or packet == "to"):
+        # A cast to another memory format copies, and a view taken under no_grad has no gradient.
+        return False
     before = [(values[name].shape, values[name].dtype) for name in node.operands]
-    copies = packet == "to" and any(arg is True for arg in (*node.args, *(value for _, value in node.kwargs)))
-    return not copies and before == [(value.shape, value.dtype) for value in node.results]
+    return before == [(value.shape, value.dtype) for value in node.results]
 
 
 def _without_likeness(node: Node) -> Node:
@@ -262,7 +293,7 @@ def _written_argument(target: OpOverload | None) -> int | None:
 
 
 def _functional_form(node: Node, target: OpOverload) -> OpOverload:
-    """The op that returns what this one writes: of the same name without the underscore, with the same arguments."""
+    """The op that returns what this one writes: its name without the underscore, the same arguments."""
     namespace, _, packet = target._schema.name.partition("::")
     name = _RENAMED.get(packet, packet.removesuffix("_"))
     found = getattr(getattr(torch.ops, namespace), name, None) if packet not in ("set_", "resize_") else None
@@ -276,7 +307,9 @@ def _functional_form(node: Node, target: OpOverload) -> OpOverload:
 
 
 def _refusal(node: Node, what: str) -> CaptureError:
-    return CaptureError(what, where=str(node.source), do="write the update as a new tensor: x = x + y in place of x += y")
+    return CaptureError(
+        what, where=str(node.source), do="write the update as a new tensor: x = x + y in place of x += y"
+    )
 
 
 def _result_of(op: OpOverload, node: Node, values: dict[str, Value]) -> Value:

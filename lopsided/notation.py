@@ -277,11 +277,17 @@ def _expand(spec: Spec, rank: int, line: Line) -> list[Dim]:
     if ("...",) not in spec:
         if named != rank:
             raise NotationError(
-                f"rule line names {named} dims, the tensor has {rank}", where=repr(line.text), do="name every dim, or use '...'"
+                f"rule line names {named} dims, the tensor has {rank}",
+                where=repr(line.text),
+                do="name every dim, or use '...'",
             )
         return list(spec)
     if named > rank:
-        raise NotationError(f"rule line needs {named} dims, the tensor has {rank}", where=repr(line.text), do="shorten the line")
+        raise NotationError(
+            f"rule line needs {named} dims, the tensor has {rank}",
+            where=repr(line.text),
+            do="shorten the line",
+        )
     at = spec.index(("...",))
     # Counted from the right, so that operands of different rank line up as broadcasting does. "~" sorts and reads
     # apart from user letters, and is lower case: it may be cut.
@@ -321,14 +327,18 @@ def _lengths(
             known *= lengths.get(name, 1)
         if len(unknown) > 1 or (known and size % known) or (not unknown and known != size):
             raise NotationError(
-                f"merged dim ({' '.join(dim)}) does not fit length {size}", where=repr(line.text), do="give the sizes of its parts"
+                f"merged dim ({' '.join(dim)}) does not fit length {size}",
+                where=repr(line.text),
+                do="give the sizes of its parts",
             )
         if unknown:
             lengths[unknown[0]] = size // known if known else 0
     return lengths
 
 
-def _carried(line: Line, spec: list[Dim], shape: Sequence[int], lengths: Mapping[str, int]) -> dict[str, Where]:
+def _carried(
+    line: Line, spec: list[Dim], shape: Sequence[int], lengths: Mapping[str, int]
+) -> dict[str, Where]:
     carried: dict[str, Where] = {}
     for position, (dim, size) in enumerate(zip(spec, shape, strict=True)):
         if dim == ("1",) or size < 2:

@@ -81,7 +81,7 @@ def S(dim: int, outer: int = 1, unit: int = 1) -> Placement:
     return Placement("S", dim, outer, unit)
 
 
-_TEXT = re.compile(r"S(\d+)(?:x(\d+))?(?:/(\d+))?")
+_TEXT = re.compile(r"S(\d+)(?:x([1-9]\d*))?(?:/([1-9]\d*))?")
 
 
 def parse_placement(text: str) -> Placement:
@@ -103,15 +103,20 @@ def check_shares(shares: Sequence[float]) -> tuple[float, ...]:
     if not shares:
         raise SharesError("there are no shares", do="give one share per device, for example 0.5,0.3,0.2")
     if any(not math.isfinite(share) for share in shares):
-        raise SharesError(f"shares must be finite numbers, got {text}", do="give each device a fraction of the work")
+        raise SharesError(
+            f"shares must be finite numbers, got {text}", do="give each device a fraction of the work"
+        )
     if any(share < 0 for share in shares):
-        raise SharesError(f"a share is negative: {text}", do="give a device that should do nothing a share of 0")
+        raise SharesError(
+            f"a share is negative: {text}", do="give a device that should do nothing a share of 0"
+        )
     if abs(sum(shares) - 1) > 1e-6:
         raise SharesError(
             f"shares sum to {sum(shares):g}, not 1: {text}",
             do="divide each by their sum: " + ", ".join(f"{s / (sum(shares) or 1):.4g}" for s in shares),
         )
-    return tuple(float(share) for share in shares)
+    # Exactly one, so that pieces of however long a dim sum to its length.
+    return tuple(share / sum(shares) for share in shares)
 
 
 @lru_cache(maxsize=65536)
@@ -144,8 +149,14 @@ def take_piece(whole: Tensor, placement: Placement, pieces: Sequence[int], devic
     dim, start, count = placement.dim, start_of(pieces, device), pieces[device]
     if placement.outer == 1:
         return whole.narrow(dim, start * placement.unit, count * placement.unit)
-    blocks = whole.unflatten(dim, (placement.outer, -1))
+    blocks = _in_blocks(whole, placement)
     return blocks.narrow(dim + 1, start * placement.unit, count * placement.unit).flatten(dim, dim + 1)
+
+
+def _in_blocks(tensor: Tensor, placement: Placement) -> Tensor:
+    """The dim of the placement as two: its outer blocks, and what each holds."""
+    shape, dim = tensor.shape, placement.dim
+    return tensor.reshape(*shape[:dim], placement.outer, shape[dim] // placement.outer, *shape[dim + 1 :])
 
 
 def join_pieces(parts: Sequence[Tensor], placement: Placement) -> Tensor:
@@ -153,21 +164,19 @@ def join_pieces(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     dim = placement.dim
     if placement.outer == 1:
         return torch.cat(list(parts), dim)
-    shape = parts[0].shape
-    blocks = [
-        part.reshape(*shape[:dim], placement.outer, part.shape[dim] // placement.outer, *shape[dim + 1 :])
-        for part in parts
-    ]
+    blocks = [_in_blocks(part, placement) for part in parts]
     return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
 
 
-def place_in_zeros(part: Tensor, placement: Placement, shape: Sequence[int], pieces: Sequence[int], device: int) -> Tensor:
+def place_in_zeros(
+    part: Tensor, placement: Placement, shape: Sequence[int], pieces: Sequence[int], device: int
+) -> Tensor:
     """A whole-sized value that is this device's piece where it belongs and zero elsewhere."""
     whole = part.new_zeros(tuple(shape))
     dim, start, count = placement.dim, start_of(pieces, device), pieces[device]
     if placement.outer == 1:
         whole.narrow(dim, start * placement.unit, count * placement.unit).copy_(part)
     else:
-        into = whole.unflatten(dim, (placement.outer, -1)).narrow(dim + 1, start * placement.unit, count * placement.unit)
-        into.copy_(part.reshape(into.shape))
+        into = _in_blocks(whole, placement).narrow(dim + 1, start * placement.unit, count * placement.unit)
+        into.copy_(_in_blocks(part, placement))
     return whole

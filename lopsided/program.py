@@ -79,7 +79,9 @@ def _leaf_line(leaf: Leaf, placement: Placement) -> str:
 
 
 def _step_line(step: Step) -> str:
-    operands = [f"%{name}: {_chain(chain)}" for name, chain in zip(step.node.operands, step.chains, strict=True)]
+    operands = [
+        f"%{name}: {_chain(chain)}" for name, chain in zip(step.node.operands, step.chains, strict=True)
+    ]
     names = ", ".join(f"%{value.name}" for value in step.node.results)
     gives = ", ".join(map(str, step.rule.gives))
     how = "" if step.rule.how == "plain" else f" [{step.rule.how}]"
@@ -117,38 +119,72 @@ def parse_program(text: str, graph: Graph) -> Program:
             continue
         if match := _RETURN.fullmatch(line):
             if match[1] != graph.loss:
-                raise ProgramError(f"the program returns %{match[1]}, the graph %{graph.loss}", where=where, do="return the loss")
+                raise ProgramError(
+                    f"the program returns %{match[1]}, the graph %{graph.loss}",
+                    where=where,
+                    do="return the loss",
+                )
+            if loss:
+                raise ProgramError("the program returns twice", where=where, do="return the loss once")
             loss = _parse_chain(match[2], where)
         elif match := _UPDATE.fullmatch(line):
+            if (match[1], match[2]) not in graph.updates:
+                raise ProgramError(
+                    f'the graph does not update "{match[1]}" with %{match[2]}',
+                    where=where,
+                    do="leave the line out",
+                )
+            if match[1] in updates:
+                raise ProgramError(
+                    f'"{match[1]}" is updated twice', where=where, do="update every buffer once"
+                )
             updates[match[1]] = _parse_chain(match[3], where)
         elif match := _LEAF.fullmatch(line):
+            if match[1] in {name for name, _ in leaves}:
+                raise ProgramError(f"%{match[1]} is placed twice", where=where, do="give every leaf one line")
             leaves.append((match[1], _placement(match[4], where)))
         elif match := _STEP.fullmatch(line):
             steps.append(_parse_step(match, nodes, where))
         else:
-            raise ProgramError("program text does not parse", where=where, do="compare with a printed program")
+            raise ProgramError(
+                "program text does not parse", where=where, do="compare with a printed program"
+            )
     for buffer, _ in graph.updates:
         if buffer not in updates:
-            raise ProgramError(f"the program does not update the buffer {buffer}", do=f'add a line: update "{buffer}" = ...')
-    return Program(graph, tuple(leaves), tuple(steps), loss, tuple(updates[buffer] for buffer, _ in graph.updates))
+            raise ProgramError(
+                f"the program does not update the buffer {buffer}", do=f'add a line: update "{buffer}" = ...'
+            )
+    return Program(
+        graph, tuple(leaves), tuple(steps), loss, tuple(updates[buffer] for buffer, _ in graph.updates)
+    )
 
 
 def _parse_step(match: re.Match[str], nodes: Mapping[tuple[str, ...], Node], where: str) -> Step:
     names = tuple(name.strip().removeprefix("%") for name in match[1].split(","))
     node = nodes.get(names)
     if node is None:
-        raise ProgramError(f"the graph has no node %{names[0]} of this form", where=where, do="name the graph's nodes")
+        raise ProgramError(
+            f"the graph has no node %{names[0]} of this form", where=where, do="name the graph's nodes"
+        )
     if node.op != match[2]:
-        raise ProgramError(f"%{names[0]} is {node.op} in the graph, not {match[2]}", where=where, do="name the graph's ops")
+        raise ProgramError(
+            f"%{names[0]} is {node.op} in the graph, not {match[2]}", where=where, do="name the graph's ops"
+        )
     operands = [part.strip() for part in match[3].split(",") if part.strip()]
     chains = []
     for expected, operand in zip(node.operands, operands, strict=False):
         name, _, chain = operand.partition(": ")
         if name != f"%{expected}":
-            raise ProgramError(f"%{names[0]} takes %{expected} here, not {name}", where=where, do="keep the graph's order")
+            raise ProgramError(
+                f"%{names[0]} takes %{expected} here, not {name}", where=where, do="keep the graph's order"
+            )
         chains.append(_parse_chain(chain, where))
     if len(operands) != len(node.operands):
-        raise ProgramError(f"%{names[0]} takes {len(node.operands)} operands, not {len(operands)}", where=where, do="name all")
+        raise ProgramError(
+            f"%{names[0]} takes {len(node.operands)} operands, not {len(operands)}",
+            where=where,
+            do="name all",
+        )
     gives = tuple(_placement(part.strip(), where) for part in match[4].split(","))
     return Step(node, Rule(tuple(chain[-1] for chain in chains), gives, match[5] or "plain"), tuple(chains))
 
@@ -170,59 +206,107 @@ def _placement(text: str, where: str) -> Placement:
 def check_program(program: Program, book: RuleBook) -> None:
     """Refuse an illegal program, in words: what, where, and which choices there are."""
     graph = program.graph
+    if graph is not book.graph and graph != book.graph:
+        raise ProgramError(
+            "the program and the rule book belong to different graphs",
+            do="derive the rules of the program's graph",
+        )
     facts: set[tuple[str, Placement]] = set()
     placed = dict(program.leaves)
     for leaf in graph.leaves:
         name = leaf.value.name
         if name not in placed:
-            raise ProgramError(f"%{name} ({leaf.kind} {leaf.target}) has no placement", do="give every leaf a line")
+            raise ProgramError(
+                f"%{name} ({leaf.kind} {leaf.target}) has no placement", do="give every leaf a line"
+            )
         if placed[name] not in book.leaves[name]:
             allowed = ", ".join(map(str, book.leaves[name]))
             raise ProgramError(
-                f"%{name} ({leaf.kind} {leaf.target}) cannot be placed {placed[name]}", where=str(leaf.value), do=f"choose one of {allowed}"
+                f"%{name} ({leaf.kind} {leaf.target}) cannot be placed {placed[name]}",
+                where=str(leaf.value),
+                do=f"choose one of {allowed}",
             )
         facts.add((name, placed[name]))
-    if unknown := next((name for name in placed if name not in {leaf.value.name for leaf in graph.leaves}), None):
+    if unknown := next(
+        (name for name in placed if name not in {leaf.value.name for leaf in graph.leaves}), None
+    ):
         raise ProgramError(f"%{unknown} is not a leaf of the graph", do="leave the line out")
     done: set[str] = set()
     for step in program.steps:
         _check_step(step, book, facts, graph, done)
         done.add(step.node.name)
     if missing := next((node for node in graph.nodes if node.name not in done), None):
-        raise ProgramError(f"%{missing.name} = {missing.op} is not run", where=str(missing.source), do="run every node once")
+        raise ProgramError(
+            f"%{missing.name} = {missing.op} is not run", where=str(missing.source), do="run every node once"
+        )
     ends = [(graph.loss, program.loss, "the loss")]
-    ends += [(name, chain, f"buffer {b}") for (b, name), chain in zip(graph.updates, program.updates, strict=True)]
+    ends += [
+        (name, chain, f"buffer {b}") for (b, name), chain in zip(graph.updates, program.updates, strict=True)
+    ]
     for name, chain, what in ends:
         _check_chain(graph.values[name], chain, facts, f"return {what}")
         if chain[-1] != I:
-            raise ProgramError(f"{what} ends as {chain[-1]}", where=f"%{name}", do="convert it to I: every device needs it whole")
+            raise ProgramError(
+                f"{what} ends as {chain[-1]}",
+                where=f"%{name}",
+                do="convert it to I: every device needs it whole",
+            )
 
 
-def _check_step(step: Step, book: RuleBook, facts: set[tuple[str, Placement]], graph: Graph, done: set[str]) -> None:
-    node, where = step.node, _step_line(step)
+def _check_step(
+    step: Step, book: RuleBook, facts: set[tuple[str, Placement]], graph: Graph, done: set[str]
+) -> None:
+    node = step.node
+    if len(step.chains) != len(node.operands):
+        raise ProgramError(
+            f"%{node.name} takes {len(node.operands)} operands, not {len(step.chains)}",
+            where=node.op,
+            do="name all",
+        )
+    where = _step_line(step)
     if node.name in done:
         raise ProgramError(f"%{node.name} is run twice", where=where, do="run every node once")
     for name, chain in zip(node.operands, step.chains, strict=True):
         _check_chain(graph.values[name], chain, facts, where)
     if tuple(chain[-1] for chain in step.chains) != step.rule.needs:
-        raise ProgramError(f"%{node.name}: its operands do not end as its rule needs: {step.rule}", where=where, do="convert them")
+        raise ProgramError(
+            f"%{node.name}: its operands do not end as its rule needs: {step.rule}",
+            where=where,
+            do="convert them",
+        )
     if step.rule not in book.rules[node.name]:
         choices = "; ".join(map(str, book.rules[node.name]))
-        raise ProgramError(f"{node.op} has no rule {step.rule}", where=where, do=f"use one of its rules: {choices}")
+        raise ProgramError(
+            f"{node.op} has no rule {step.rule}", where=where, do=f"use one of its rules: {choices}"
+        )
     facts.update((value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True))
 
 
 def _check_chain(value: Value, chain: Chain, facts: set[tuple[str, Placement]], where: str) -> None:
     if not chain:
-        raise ProgramError(f"%{value.name} is taken in no placement", where=where, do="name the placement it has")
+        raise ProgramError(
+            f"%{value.name} is taken in no placement", where=where, do="name the placement it has"
+        )
     if (value.name, chain[0]) not in facts:
         has = ", ".join(str(p) for name, p in sorted(facts) if name == value.name) or "none yet"
-        raise ProgramError(f"%{value.name} is not available as {chain[0]}", where=where, do=f"start from what it has: {has}")
+        raise ProgramError(
+            f"%{value.name} is not available as {chain[0]}", where=where, do=f"start from what it has: {has}"
+        )
     for source, to in zip(chain, chain[1:], strict=False):
         if source == to:
-            raise ProgramError(f"%{value.name} is converted from {source} to itself", where=where, do="leave the arrow out")
+            raise ProgramError(
+                f"%{value.name} is converted from {source} to itself", where=where, do="leave the arrow out"
+            )
         if not to.fits(value.shape):
-            raise ProgramError(f"%{value.name} cannot be placed {to}", where=f"{where}\n          {value}", do="name a dim it has, in units that divide it")
+            raise ProgramError(
+                f"%{value.name} cannot be placed {to}",
+                where=f"{where}\n          {value}",
+                do="name a dim it has, in units that divide it",
+            )
         if to.kind == "P" and value.dtype == "bool":
-            raise ProgramError(f"%{value.name} holds truth values, which do not add up", where=where, do="keep it whole or cut")
+            raise ProgramError(
+                f"%{value.name} holds truth values, which do not add up",
+                where=where,
+                do="keep it whole or cut",
+            )
         facts.add((value.name, to))

@@ -41,7 +41,9 @@ class RuleBook:
     def only_whole(self) -> tuple[Node, ...]:
         """Nodes found by experiment to run only whole: those that a line in the table might help."""
         return tuple(
-            node for node in self.by_experiment if all(p.is_whole for rule in self.rules[node.name] for p in rule.gives)
+            node
+            for node in self.by_experiment
+            if all(p.is_whole for rule in self.rules[node.name] for p in rule.gives)
         )
 
 
@@ -70,7 +72,7 @@ def describe_call(call: Call, *, exact: bool = True) -> Described | None:
     named = len(parse_line(text).operands)
     slots = call.operands if named == len(call.operands) else call.tensor_slots()
     try:
-        bound = bind(parse_line(text), [slot and slot.shape for slot in slots], call.results, sizes)
+        bound = bind(parse_line(text), [None if slot is None else slot.shape for slot in slots], call.results, sizes)
     except NotationError as error:
         raise NotationError(f"{call.node.op}: {error.what}", where=error.where, do=error.do) from None
     talks = tuple(
@@ -81,7 +83,9 @@ def describe_call(call: Call, *, exact: bool = True) -> Described | None:
     return Described(bound, talks, text)
 
 
-def call_rules(call: Call, variants: Mapping[str, Sequence[Variant]] | None = None, *, exact: bool = True) -> tuple[Rule, ...]:
+def call_rules(
+    call: Call, variants: Mapping[str, Sequence[Variant]] | None = None, *, exact: bool = True
+) -> tuple[Rule, ...]:
     """The rules of one call: from its line, or by experiment."""
     described = describe_call(call, exact=exact)
     if described is None:
@@ -89,7 +93,9 @@ def call_rules(call: Call, variants: Mapping[str, Sequence[Variant]] | None = No
     return tuple(rule for rule in _described_rules(described, variants) if _sensible(rule, call))
 
 
-def _described_rules(described: Described, variants: Mapping[str, Sequence[Variant]] | None) -> Iterator[Rule]:
+def _described_rules(
+    described: Described, variants: Mapping[str, Sequence[Variant]] | None
+) -> Iterator[Rule]:
     yield from derive(described.bound, variants)
     for talk in described.talks:
         for variant in (variants or {}).get(talk.index, (PLAIN,)):
@@ -114,6 +120,7 @@ def _sensible(rule: Rule, call: Call) -> bool:
     if rule.how == "sfb":
         entry = describe(call.node.op)
         trained = any(need == I and value.grad for need, value in zip(rule.needs, call.operands, strict=True))
+        trained = trained and any(value.grad for value in call.node.results)
         return trained and not (entry is not None and entry.random)
     return True
 
@@ -149,15 +156,23 @@ def derive_rules(graph: Graph, *, exact: bool = True) -> RuleBook:
     cuts: dict[str, dict[Placement, None]] = {}
     for node in graph.nodes:
         for k, name in enumerate(node.operands):
-            cuts.setdefault(name, {}).update((r.needs[k], None) for r in rules[node.name] if r.needs[k].is_shard)
+            cuts.setdefault(name, {}).update(
+                (r.needs[k], None) for r in rules[node.name] if r.needs[k].is_shard
+            )
     leaves = {leaf.value.name: _leaf_placements(leaf, cuts.get(leaf.value.name, {})) for leaf in graph.leaves}
-    return RuleBook(graph, rules, leaves, tuple(n for n in graph.nodes if n.name in calls and n.name not in lines), exact)
+    return RuleBook(
+        graph, rules, leaves, tuple(n for n in graph.nodes if n.name in calls and n.name not in lines), exact
+    )
 
 
-def _book_rules(call: Call, described: Described | None, variants: Mapping[str, tuple[Variant, ...]]) -> tuple[Rule, ...]:
+def _book_rules(
+    call: Call, described: Described | None, variants: Mapping[str, tuple[Variant, ...]]
+) -> tuple[Rule, ...]:
     if described is None:
         return rules_by_experiment(call)
-    return tuple(dict.fromkeys(rule for rule in _described_rules(described, variants) if _sensible(rule, call)))
+    return tuple(
+        dict.fromkeys(rule for rule in _described_rules(described, variants) if _sensible(rule, call))
+    )
 
 
 def _leaf_placements(leaf: Leaf, cuts: Mapping[Placement, None]) -> tuple[Placement, ...]:
@@ -185,7 +200,9 @@ def _variants(graph: Graph, lines: Mapping[str, Described]) -> _Ways:
     return ways
 
 
-def _carried(graph: Graph, node: Node, line: Described) -> Iterator[tuple[str, list[tuple[_Place, Where, bool]]]]:
+def _carried(
+    graph: Graph, node: Node, line: Described
+) -> Iterator[tuple[str, list[tuple[_Place, Where, bool]]]]:
     """Each index with the dims that carry it: (value, dim), where in the dim, and whether it is a result."""
     for index in line.indices:
         places = []
@@ -275,4 +292,3 @@ def _prune(
                         changed = True
         if not changed:
             return
-

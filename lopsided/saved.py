@@ -32,7 +32,12 @@ def record_saved(graph: Graph) -> Graph:
     values = {leaf.value.name: leaf.value for leaf in graph.leaves}
     known: dict[object, _Kept] = {}
     nodes = []
-    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         for node in graph.nodes:
             operands = [values[name] for name in node.operands]
@@ -58,7 +63,7 @@ def _run(node: Node, operands: list[Value]) -> _Kept:
         packed.append(tensor)
         return tensor
 
-    with torch.inference_mode(False), torch.enable_grad(), surroundings(node.context), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with surroundings(node.context), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         made = call_op(node, fakes, torch.device("cpu"))
     results = list(made) if isinstance(made, tuple | list) else [made]
     given = {_memory(fake): k for k, fake in reversed(list(enumerate(fakes)))}
@@ -77,4 +82,4 @@ def _run(node: Node, operands: list[Value]) -> _Kept:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -32,18 +32,24 @@ class Simulation:
     spread: float
 
 
-def simulate(program: Program, model: nn.Module, batch: object, shares: Sequence[float], *, seed: int = 0) -> Simulation:
+def simulate(
+    program: Program, model: nn.Module, batch: object, shares: Sequence[float], *, seed: int = 0
+) -> Simulation:
     """Run `program` on one imaginary device per share: forward, backward, and join the results.
 
     Random ops draw from `seed`: what a device draws for its piece is the piece of what one device would draw.
     """
+    fractions = check_shares(shares)
     with torch.inference_mode(False), torch.enable_grad():
-        return _simulate(program, model, batch, check_shares(shares), seed)
+        sources = tensors_of(program.graph, model, batch)
+        with next((tensor.device for tensor in sources.values()), torch.device("cpu")):
+            return _simulate(program, sources, fractions, seed)
 
 
-def _simulate(program: Program, model: nn.Module, batch: object, fractions: tuple[float, ...], seed: int) -> Simulation:
+def _simulate(
+    program: Program, sources: Mapping[str, Tensor], fractions: tuple[float, ...], seed: int
+) -> Simulation:
     devices = _Devices(program.graph, fractions, SeededRandomness(seed, fractions))
-    sources = tensors_of(program.graph, model, batch)
     stored = {}
     for name, placement in program.leaves:
         stored[name] = devices.load(name, placement, sources[name])
@@ -51,7 +57,9 @@ def _simulate(program: Program, model: nn.Module, batch: object, fractions: tupl
         devices.run(step)
     losses = devices.take(program.graph.loss, program.loss)
     if any(loss.requires_grad for loss in losses):
-        torch.autograd.backward([loss.reshape(()) for loss in losses], [torch.ones_like(loss.reshape(())) for loss in losses])
+        torch.autograd.backward(
+            [loss.reshape(()) for loss in losses], [torch.ones_like(loss.reshape(())) for loss in losses]
+        )
     gradients, spread = _gradients(program, stored)
     buffers = {
         buffer: devices.take(name, chain)[0].detach()
@@ -73,6 +81,7 @@ def one_device(graph: Graph) -> Program:
 def tensors_of(graph: Graph, model: nn.Module, batch: object) -> dict[str, Tensor]:
     """The tensor of every leaf, in the dtype the graph has it."""
     inputs, _ = flatten_batch(batch)
+    where = next((p.device for p in model.parameters()), torch.device("cpu"))
     found = {}
     for leaf in graph.leaves:
         tensor = _tensor(leaf, model, inputs)
@@ -82,8 +91,11 @@ def tensors_of(graph: Graph, model: nn.Module, batch: object) -> dict[str, Tenso
                 do="capture the model again with a batch of this shape",
             )
         if tensor.is_meta:
-            raise CaptureError(f"{leaf.kind} {leaf.target} is on meta and has no elements", do="build the model on a real device to run it")
-        found[leaf.value.name] = tensor.detach().to(leaf.value.torch_dtype)
+            raise CaptureError(
+                f"{leaf.kind} {leaf.target} is on meta and has no elements",
+                do="build the model on a real device to run it",
+            )
+        found[leaf.value.name] = tensor.detach().to(where, leaf.value.torch_dtype)
     return found
 
 
@@ -145,5 +157,7 @@ def _gradients(program: Program, stored: Mapping[str, Parts]) -> tuple[dict[str,
             gradients[leaf.target] = join_pieces(parts, placement)
         else:
             gradients[leaf.target] = parts[0]
-            spread = max([spread, *((part - parts[0]).abs().max().item() for part in parts[1:] if part.numel())])
+            spread = max(
+                [spread, *((part - parts[0]).abs().max().item() for part in parts[1:] if part.numel())]
+            )
     return gradients, spread

@@ -28,7 +28,9 @@ def in_float64(call: Call) -> Call:
     """The same call in float64, so that a wrong rule cannot hide in rounding."""
 
     def widen(value: Value) -> Value:
-        return replace(value, dtype="f64" if value.dtype in _WIDE else "c128" if value.dtype == "c64" else value.dtype)
+        return replace(
+            value, dtype="f64" if value.dtype in _WIDE else "c128" if value.dtype == "c64" else value.dtype
+        )
 
     return Call(
         replace(
@@ -68,7 +70,9 @@ def random_operands(call: Call, seed: int = 0) -> list[Tensor] | None:
                 drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64) * (high - low) + low
                 operands.append(drawn.to(value.torch_dtype))
             else:
-                operands.append(torch.randint(0, below, value.shape, generator=generator, dtype=value.torch_dtype))
+                operands.append(
+                    torch.randint(0, below, value.shape, generator=generator, dtype=value.torch_dtype)
+                )
         try:
             made = run_whole(call, operands, SeededRandomness(seed, (1.0,)))
         except (RuntimeError, IndexError, ValueError, TypeError, LopsidedError):
@@ -85,7 +89,13 @@ def run_whole(call: Call, operands: Sequence[Tensor], random: SeededRandomness) 
 
 
 def try_rule(
-    call: Call, operands: Sequence[Tensor], rule: Rule, shares: tuple[float, ...] = SHARES, *, seed: int = 0, backward: bool = True
+    call: Call,
+    operands: Sequence[Tensor],
+    rule: Rule,
+    shares: tuple[float, ...] = SHARES,
+    *,
+    seed: int = 0,
+    backward: bool = True,
 ) -> float:
     """The worst relative error of running `call` by `rule`, against one device."""
     if not all(p.fits(v.shape) for p, v in zip(rule.needs, call.operands, strict=True)):
@@ -108,7 +118,13 @@ def _try_rule(
         for t, need, grad in zip(wholes, rule.needs, grads, strict=True)
     ]
     made = run_rule(call, rule, placed, shares, SeededRandomness(seed, shares))
-    error = max((_disagreement(parts, give, out) for parts, give, out in zip(made, rule.gives, expected, strict=True)), default=0.0)
+    error = max(
+        (
+            _disagreement(parts, give, out)
+            for parts, give, out in zip(made, rule.gives, expected, strict=True)
+        ),
+        default=0.0,
+    )
     if not backward or error > 1e-6 or not any(out.requires_grad for out in expected):
         return error
     ends, seeds, whole_ends, whole_seeds = [], [], [], []
@@ -139,14 +155,18 @@ def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def distribute(whole: Tensor, placement: Placement, shares: tuple[float, ...], generator: torch.Generator) -> Parts:
+def distribute(
+    whole: Tensor, placement: Placement, shares: tuple[float, ...], generator: torch.Generator
+) -> Parts:
     """A whole value as the devices would hold it; terms of a sum are random, so that none can pass for the whole."""
     if placement.kind != "P":
         return move([whole for _ in shares], R, placement, whole.shape, shares)
     terms: list[Tensor] = []
     for _ in shares[1:]:
         if whole.dtype.is_floating_point or whole.dtype.is_complex:
-            terms.append((torch.rand(whole.shape, generator=generator, dtype=torch.float64) - 0.5).to(whole.dtype))
+            terms.append(
+                (torch.rand(whole.shape, generator=generator, dtype=torch.float64) - 0.5).to(whole.dtype)
+            )
         else:
             terms.append(torch.randint(-3, 4, whole.shape, generator=generator).to(whole.dtype))
     return [whole - sum_parts(terms) if terms else whole, *terms]
@@ -175,5 +195,6 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 1e-6) -> floa
     difference = torch.where(same, torch.zeros_like(found), found - expected).detach().abs().max().item()
     finite = expected.detach()[expected.detach().isfinite()]
     scale = max(finite.abs().max().item() if finite.numel() else 0.0, floor)
-    return math.inf if math.isnan(difference) else difference / scale
-
+    if difference == 0:
+        return 0.0
+    return math.inf if math.isnan(difference) or not scale else difference / scale

@@ -8,6 +8,7 @@ itself, then every program with the graph on one device.
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lopsided.call import call_op, surroundings
+from lopsided.call import aten_overload, call_op, surroundings
 from lopsided.capture import LossFn, flatten_batch, loss_of, trace, without_unused
-from lopsided.graph import Graph, Leaf, Value
+from lopsided.errors import ModelError
+from lopsided.graph import Arg, Atom, Graph, Leaf, Node, Value
 from lopsided.placement import check_shares
 from lopsided.program import Program, check_program
 from lopsided.rules import derive_rules
@@ -28,6 +30,7 @@ from lopsided.simulate import Simulation, one_device, simulate, tensors_of
 from lopsided.trial import relative_error, widen_argument
 
 TOLERANCE = 1e-9
+_LARGE = 2_000_000  # parameters, from which on memory is looked at before anything is run
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,9 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        return self.capture_error <= self.capture_tolerance and all(trial.error <= TOLERANCE for trial in self.trials)
+        return self.capture_error <= self.capture_tolerance and all(
+            trial.error <= TOLERANCE for trial in self.trials
+        )
 
 
 @torch.inference_mode(False)
@@ -77,6 +82,8 @@ def verify(
 ) -> Verification:
     """Run random programs of `model` and compare. The given shares come first, random ones after."""
     first = check_shares(shares) if shares is not None else None
+    if sum(p.numel() for p in model.parameters()) > _LARGE:
+        _check_memory(in_float64(trace(model, batch, loss_fn=loss_fn)), len(first or ()) or devices)
     model64, batch64 = copy.deepcopy(model).double(), _double(batch)
     try:
         _run_model(model64, batch64, loss_fn)
@@ -95,7 +102,9 @@ def verify(
     for k in range(programs):
         program = random_program(book, state)
         check_program(program, book)
-        fractions = first if first is not None and k % 2 == 0 else random_shares(len(first or ()) or devices, state)
+        fractions = (
+            first if first is not None and k % 2 == 0 else random_shares(len(first or ()) or devices, state)
+        )
         found = simulate(program, model64, batch64, fractions, seed=seed)
         error, where = compare(found, reference)
         trials.append(Trial(program, fractions, error, where))
@@ -104,7 +113,16 @@ def verify(
     ops = tuple(dict.fromkeys(node.op for node in book.by_experiment))
     # A model that insists on float32 is compared in float32: the same kernels in the same order, so still close.
     tolerance = TOLERANCE if model64 is not model else 1e-5
-    return Verification(graph, capture_error, tolerance, tuple(trials), used["placements"], used["conversions"], used["rules"], ops)
+    return Verification(
+        graph,
+        capture_error,
+        tolerance,
+        tuple(trials),
+        used["placements"],
+        used["conversions"],
+        used["rules"],
+        ops,
+    )
 
 
 def _count(program: Program, used: dict[str, Counter[str]]) -> None:
@@ -119,12 +137,19 @@ def _count(program: Program, used: dict[str, Counter[str]]) -> None:
 
 def compare(found: Simulation, expected: Simulation) -> tuple[float, str]:
     """The worst relative error, and what has it."""
-    errors = [(relative_error(found.loss, expected.loss), "loss"), (found.spread, "replicas that should be equal")]
+    errors = [
+        (relative_error(found.loss, expected.loss), "loss"),
+        (found.spread, "replicas that should be equal"),
+    ]
     # A gradient that is nothing but rounding (a key's bias under softmax) is measured against the largest there is.
     largest = max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
     for name, gradient in expected.gradients.items():
-        errors.append((relative_error(found.gradients[name], gradient, largest * 1e-5), f"gradient of {name}"))
-    largest = max((b.abs().max().item() for b in expected.buffers.values() if b.dtype.is_floating_point), default=1.0)
+        errors.append(
+            (relative_error(found.gradients[name], gradient, largest * 1e-5), f"gradient of {name}")
+        )
+    largest = max(
+        (b.abs().max().item() for b in expected.buffers.values() if b.dtype.is_floating_point), default=1.0
+    )
     for name, buffer in expected.buffers.items():
         errors.append((relative_error(found.buffers[name], buffer, largest * 1e-5), f"buffer {name}"))
     return max(errors, key=lambda pair: pair[0])
@@ -144,13 +169,39 @@ def in_float64(graph: Graph) -> Graph:
         replace(
             node,
             args=tuple(widen_argument(arg) for arg in node.args),
-            kwargs=tuple((key, widen_argument(arg)) for key, arg in node.kwargs),
+            kwargs=_with_dtype(node, tuple((key, widen_argument(arg)) for key, arg in node.kwargs)),
             results=tuple(map(widen, node.results)),
             context=replace(node.context, autocast=""),
         )
         for node in graph.nodes
     )
     return Graph(tuple(map(leaf, graph.leaves)), nodes, graph.loss, graph.updates)
+
+
+def _with_dtype(node: Node, kwargs: tuple[tuple[str, Arg], ...]) -> tuple[tuple[str, Arg], ...]:
+    """`torch.zeros(3)` makes float32 unless told otherwise."""
+    overload = aten_overload(node.op)
+    takes = overload is not None and any(argument.name == "dtype" for argument in overload._schema.arguments)
+    if (
+        node.operands
+        or not takes
+        or node.results[0].dtype != "f32"
+        or any(key == "dtype" and arg for key, arg in kwargs)
+    ):
+        return kwargs
+    return (*((key, arg) for key, arg in kwargs if key != "dtype"), ("dtype", Atom("dtype", "f64")))
+
+
+def _check_memory(graph: Graph, devices: int) -> None:
+    """Refuse before the machine does: every imaginary device may hold every value, and its gradient."""
+    needed = 2 * devices * sum(value.bytes for value in graph.values.values())
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > has:
+        raise ModelError(
+            f"verifying this model in float64 on {devices} imaginary devices may take {needed / 1e9:.0f} GB, "
+            f"and this machine has {has / 1e9:.0f} GB",
+            do="choose a smaller batch (--batch) or smaller sizes; rules do not depend on size",
+        )
 
 
 def _double(batch: object) -> object:
@@ -165,7 +216,13 @@ def _run_model(model: nn.Module, batch: object, loss_fn: LossFn | None) -> tuple
     tensors, rebuild = flatten_batch(batch)
     args, kwargs = rebuild(list(tensors.values()))
     eager = copy.deepcopy(model)
-    loss = loss_of(eager(*args, **kwargs), batch, loss_fn)
+    cached = torch.is_autocast_cache_enabled()
+    try:
+        # With its cache, autocast adds up a weight's gradients in the small dtype.
+        torch.set_autocast_cache_enabled(False)
+        loss = loss_of(eager(*args, **kwargs), batch, loss_fn)
+    finally:
+        torch.set_autocast_cache_enabled(cached)
     loss.backward()
     return eager, loss
 
@@ -178,13 +235,17 @@ def _capture_error(graph: Graph, model: nn.Module, batch: object, loss_fn: LossF
     for name, tensor in tensors_of(graph, model, batch).items():
         values[name] = tensor.clone().requires_grad_(graph.values[name].grad)
     leaves = dict(values)
+    where = next((value.device for value in values.values()), torch.device("cpu"))
     torch.manual_seed(seed)
     for node in graph.nodes:
         with surroundings(node.context):
-            made = call_op(node, [values[name] for name in node.operands], torch.device("cpu"))
-        for value, tensor in zip(node.results, made if isinstance(made, tuple | list) else [made], strict=True):
+            made = call_op(node, [values[name] for name in node.operands], where)
+        for value, tensor in zip(
+            node.results, made if isinstance(made, tuple | list) else [made], strict=True
+        ):
             values[value.name] = tensor
-    values[graph.loss].backward()
+    if values[graph.loss].requires_grad:
+        values[graph.loss].backward()
     found, expected = {}, {}
     for leaf in graph.parameters:
         if leaf.value.grad:

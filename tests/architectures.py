@@ -156,7 +156,6 @@ MIXTURES = [
     f"hf:DeepseekV2ForCausalLM:num_experts_per_tok=2,{MOE}",
     f"hf:DeepseekV3ForCausalLM:num_key_value_heads=4,{MOE}",
     f"hf:GraniteMoeForCausalLM:{MOE}",
-    f"hf:PhimoeForCausalLM:{MOE}",
     f"hf:Ernie4_5_MoeForCausalLM:{MOE}",
     f"hf:Llama4ForCausalLM:{MOE}",
 ]
@@ -173,6 +172,7 @@ ARCHITECTURES: tuple[str, ...] = (
 )
 
 REFUSED: dict[str, str] = {
+    f"hf:PhimoeForCausalLM:{MOE}": "trains its router with an autograd function whose backward is its own",
     "hf:LongformerForMaskedLM": "asks whether any token attends globally, and branches on the answer",
     "hf:LEDForConditionalGeneration": "asks whether any token attends globally, and branches on the answer",
     # As many image tokens as patches, so that there is nothing to pool.

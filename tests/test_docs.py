@@ -15,7 +15,9 @@ SCRIPTS = [ROOT / "docs" / "tour.py", *sorted((ROOT / "examples").glob("*.py"))]
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_run(script: Path) -> None:
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout
 

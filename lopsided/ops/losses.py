@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lopsided.ops.op import Ask, Call, Local, Op, Talk, Talking, number
-from lopsided.ops.reduce import _shifted
+from lopsided.ops.op import Ask, Call, Local, Op, Talk, Talking, broadcast_shape, entries, number, spec, whole
+from lopsided.ops.reduce import shifted
 from lopsided.placement import P
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -26,8 +26,36 @@ def elementwise_of_piece(local: Local) -> object:
     """The mean of a piece counts by the piece's part of the whole."""
     if local.call.arg("reduction") != _MEAN:
         return local.run()
-    whole = math.prod(torch.broadcast_shapes(*local.call.shapes))
-    return local.run(reduction=_SUM) / whole
+    return torch.as_tensor(local.run(reduction=_SUM)) / math.prod(broadcast_shape(local.call.shapes))
+
+
+# Losses that treat every row by itself
+
+
+def rowwise(call: Call) -> str:
+    """Rows of features against each other; a target per row or per feature."""
+    rows = ["n"] * (len(call.shapes[0]) - 1)
+    features = " ".join([*rows, "D"])
+    operands = [features if len(shape) == len(call.shapes[0]) else " ".join(rows) or "()" for shape in call.shapes]
+    result = " ".join(rows) if call.arg("reduction") == _NONE and rows else "()"
+    return f"f[{', '.join(operands)}] -> {result}"
+
+
+def margins(call: Call) -> str:
+    """Scores per class, the right class of each row, a weight per class."""
+    rows = ["n"] * (len(call.shapes[0]) - 1)
+    weight = ", C" if len(call.operands) > 2 else ""
+    target = rows if len(call.shapes[1]) < len(call.shapes[0]) else [*rows, "C"]
+    result = " ".join(rows) if call.arg("reduction") == _NONE and rows else "()"
+    return f"f[{' '.join([*rows, 'C'])}, {' '.join(target) or '()'}{weight}] -> {result}"
+
+
+def rowwise_of_piece(local: Local) -> object:
+    if local.call.arg("reduction") != _MEAN:
+        return local.run()
+    if not local.tensors[0].numel():
+        return local.tensors[0].sum()
+    return torch.as_tensor(local.run()) * local.fraction()
 
 
 # Cross-entropy and negative log-likelihood
@@ -46,20 +74,23 @@ def classified(call: Call) -> str:
     else:
         dims = [rows, "C", *(f"{space}{k}" for k in range(logits - 2))]
         target = [name for name in dims if name != "C"] if _by_class(call) else dims
-    weight = ", C" if len(call.operands) > 2 else ""
     result = [name for name in dims if name != "C"] if call.arg("reduction") == _NONE else []
-    return f"f[{' '.join(dims)}, {' '.join(target) or '()'}{weight}] -> {' '.join(result) or '()'}"
+    x, rest, out = spec(dims), [spec(target), *["C"] * (len(call.operands) - 2)], spec(result)
+    if "nll" not in call.node.op:
+        return f"f[{', '.join([x, *rest])}] -> {out}"
+    # Log-probabilities are merely picked: linear in them, and in weights where no mean divides by their sum.
+    if call.arg("reduction") == _MEAN:
+        return f"{x} * f[{', '.join(rest)}] -> {out}"
+    return f"{' * '.join([x, f'f[{rest[0]}]', *rest[1:]])} -> {out}"
 
 
 def _classified_talks(call: Call) -> list[Talk]:
     logits = len(call.shapes[0])
-    talks = []
+    talks: list[Talk] = []
     if call.arg("reduction") == _MEAN and logits > 1:
         names = ["N", *(f"X{k}" for k in range(logits - 2))]
-        talks += [Talk(name, "mean_of_rows", mean_of_rows, P) for name in names]
-    if "cross_entropy" in call.node.op:
-        talks.append(Talk("C", "vocabulary", vocabulary, P, in_one_block=True))
-    return talks
+        talks = [Talk(name, "mean_of_rows", mean_of_rows, P) for name in names]
+    return [*talks, Talk("C", "vocabulary", vocabulary, P, in_one_block=True)]
 
 
 def _row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -67,7 +98,9 @@ def _row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype
     counted = target != ignore_index
     if weight is None:
         return counted.to(dtype)
-    return torch.where(counted, weight[torch.where(counted, target, 0)], torch.zeros((), dtype=dtype, device=weight.device))
+    return torch.where(
+        counted, weight[torch.where(counted, target, 0)], torch.zeros((), dtype=dtype, device=weight.device)
+    )
 
 
 def mean_of_rows(local: Local) -> Talking:
@@ -84,19 +117,21 @@ def mean_of_rows(local: Local) -> Talking:
 
 
 def vocabulary(local: Local) -> Talking:
-    """Classes cut: the softmax is global, each device adds the logits of the classes it holds."""
+    """Classes cut: the softmax is global, each device adds the log-probabilities of the classes it holds."""
     logits, target = local.tensors[0], local.tensors[1]
     weight = local.tensors[2] if len(local.tensors) > 2 else None
     reduction, smoothing = local.call.arg("reduction"), number(local.call.arg("label_smoothing") or 0)
     dim = 1 if logits.dim() > 1 else 0
     classes = local.call.shapes[0][dim]
-    shifted, total = yield from _shifted(logits, dim)
-    log_p = shifted - total.log()
+    log_p = logits
+    if "cross_entropy" in local.call.node.op:
+        less, total, _ = yield from shifted(logits, [dim])
+        log_p = less - total.log()
     if not _by_class(local.call):
         per_class = target * (1 - smoothing) + smoothing / classes
         loss = -(per_class * log_p * _per_class(weight, log_p, dim)).sum(dim)
-        count = local.call.operands[0].elements // classes
-        return loss if reduction == _NONE else loss.sum() / (count if reduction == _MEAN else 1)
+        rows = local.call.operands[0].elements // classes
+        return loss if reduction == _NONE else loss.sum() / (rows if reduction == _MEAN else 1)
     ignore_index = int(local.call.arg("ignore_index"))
     counted = target != ignore_index
     # Where this device holds the target class of a row.
@@ -134,27 +169,28 @@ def ctc(call: Call) -> str:
     result = "n" if reduction == _NONE else "()"
     if len(call.operands) == 4 and len(call.shapes[1]) == 2 and len(call.shapes[0]) == 3:
         return f"f[T n C, n S, n, n] -> {result}"
-    # Lengths as Python numbers, or targets strung together: which rows belong to a piece is not in the shapes.
-    parts = [" ".join(f"{c}{k}" for c in "ABC"[: len(shape)]) for k, shape in enumerate(call.shapes)]
-    return f"f[{', '.join(parts)}] -> {'Z9' if reduction == _NONE else '()'}"
+    # Lengths as Python numbers, or targets strung together: which belong to a piece is not in the shapes.
+    parts = [whole(shape, k) for k, shape in enumerate(call.shapes)]
+    return f"f[{', '.join(parts)}] -> {'Y9' if reduction == _NONE else '()'}"
 
 
 def ctc_of_piece(local: Local) -> object:
-    if local.call.arg("reduction") != _MEAN or not local.rule.needs[0].is_shard:
-        return local.run()
-    if not local.tensors[0].shape[1]:
-        return local.tensors[0].sum()
-    return local.run() * local.fraction()
+    log_p = local.tensors[0]
+    if not log_p.numel():
+        return log_p.sum()  # the kernel refuses an empty batch
+    loss = torch.as_tensor(local.run())
+    return loss * local.fraction() if local.call.arg("reduction") == _MEAN else loss
 
 
-_ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-                "kl_div", "soft_margin_loss", "hinge_embedding_loss", "poisson_nll_loss", "margin_ranking_loss")
+_ELEMENTWISE = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div"
+    " soft_margin_loss hinge_embedding_loss poisson_nll_loss margin_ranking_loss"
+)
 
 LOSSES: dict[str, Op] = {
-    **{f"aten.{name}": Op(elementwise, local=elementwise_of_piece) for name in _ELEMENTWISE},
-    "aten.cross_entropy_loss": Op(classified, talks=_classified_talks),
-    "aten.nll_loss": Op(classified, talks=_classified_talks),
-    "aten.nll_loss_nd": Op(classified, talks=_classified_talks),
-    "aten.nll_loss2d": Op(classified, talks=_classified_talks),
+    **entries(_ELEMENTWISE, Op(elementwise, local=elementwise_of_piece)),
+    **entries("cosine_embedding_loss triplet_margin_loss", Op(rowwise, local=rowwise_of_piece)),
+    **entries("multi_margin_loss multilabel_margin_loss", Op(margins, local=rowwise_of_piece)),
+    **entries("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d", Op(classified, talks=_classified_talks)),
     "aten.ctc_loss": Op(ctc, local=ctc_of_piece),
 }

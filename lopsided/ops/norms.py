@@ -7,7 +7,21 @@ import math
 import torch
 from torch import Tensor
 
-from lopsided.ops.op import Ask, Call, Local, Op, Talk, Talking, Written, number
+from lopsided.ops.op import (
+    Ask,
+    Call,
+    Implementation,
+    Local,
+    Op,
+    Talk,
+    Talking,
+    Talks,
+    Written,
+    dim_of,
+    letters,
+    number,
+    spec,
+)
 from lopsided.placement import I, P
 
 
@@ -18,9 +32,17 @@ def layer_norm(call: Call) -> str:
     return f"f[... {dims}]{scale}{shift} -> ... {dims}"
 
 
-def _normalised_talks(how: str, implementation: object) -> object:
+def layer_norm_with_statistics(call: Call) -> str:
+    """Mean and deviation beside the output are not linear in scale and shift."""
+    rank = len(call.arg("normalized_shape"))
+    dims, ones = " ".join(f"D{k}" for k in range(rank)), " ".join(["1"] * rank)
+    operands = ", ".join([f"... {dims}", *[dims] * (len(call.operands) - 1)])
+    return f"f[{operands}] -> ... {dims}, ... {ones}, ... {ones}"
+
+
+def _normalised_talks(how: str, implementation: Implementation) -> Talks:
     def talks(call: Call) -> list[Talk]:
-        return [Talk(f"D{k}", how, implementation, P) for k in range(len(call.arg("normalized_shape")))]  # type: ignore[arg-type]
+        return [Talk(f"D{k}", how, implementation, P) for k in range(len(call.arg("normalized_shape")))]
 
     return talks
 
@@ -65,6 +87,19 @@ def group_norm_of_piece(local: Local) -> object:
     return local.run(num_groups=groups * local.tensors[0].shape[1] // whole)
 
 
+def group_norm_with_statistics(call: Call) -> Written:
+    rank, groups = len(call.shapes[0]), int(call.arg("group"))
+    space = " ".join(f"X{k}" for k in range(rank - 2))
+    x = f"n (g C) {space}"
+    operands = ", ".join([x, *["(g C)"] * (len(call.operands) - 1)])
+    return f"f[{operands}] -> {x}, n g, n g", {"g": groups, "C": call.shapes[0][1] // groups}
+
+
+def group_norm_with_statistics_of_piece(local: Local) -> object:
+    x, whole = local.tensors[0], local.call.shapes[0][1]
+    return local.run(N=x.shape[0], C=x.shape[1], group=int(local.call.arg("group")) * x.shape[1] // whole)
+
+
 def _channels(call: Call, batch: str, space: str) -> tuple[str, str]:
     """The dims of the input, and of one vector per channel."""
     rank = len(call.shapes[0])
@@ -73,14 +108,22 @@ def _channels(call: Call, batch: str, space: str) -> tuple[str, str]:
 
 def batch_norm_training(call: Call) -> str:
     x, c = _channels(call, "N", "X")
-    # All in one: scale and shift are linear for the output, but not for the statistics that come out beside it.
+    # All in one: scale and shift are linear for the output, but not for the statistics beside it.
     return f"f[{', '.join([x, *[c] * (len(call.operands) - 1)])}] -> {x}, {c}, {c}"
 
 
 def batch_norm_evaluated(call: Call) -> str:
     """In evaluation a fixed scale per channel; in training without running statistics as above."""
-    x, c = _channels(call, "N", "X") if call.arg("training") else _channels(call, "n", "x")
+    if call.arg("training"):
+        return _scaled_and_shifted(call, *_channels(call, "N", "X"))
+    x, c = _channels(call, "n", "x")
     return f"f[{', '.join([x, *[c] * (len(call.operands) - 1)])}] -> {x}"
+
+
+def _scaled_and_shifted(call: Call, x: str, c: str) -> str:
+    scale = f" * {c}" if call.is_tensor("weight") else ""
+    shift = f" + {c}" if call.is_tensor("bias") else ""
+    return f"f[{x}]{scale}{shift} -> {x}"
 
 
 def _batch_talks(call: Call) -> list[Talk]:
@@ -115,7 +158,7 @@ def batch_norm_cut(local: Local) -> Talking:
 
 
 def batch_norm_local(local: Local) -> object:
-    """Statistics of each device's own rows, as data-parallel trainers have them: faster, and not what one device does.
+    """Statistics of each device's own rows, as data-parallel trainers have them: not what one device does.
 
     The running statistics become the mean over devices, weighted by rows: partial sums.
     """
@@ -143,7 +186,9 @@ def _batch_norm_arguments(
     return x, weight, bias, mean, var, momentum, eps
 
 
-def _normalised(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _normalised(
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     shape = [1, -1, *[1] * (x.dim() - 2)]
     y = (x - mean.reshape(shape)) * torch.rsqrt(variance + eps).reshape(shape)
     if weight is not None:
@@ -152,15 +197,28 @@ def _normalised(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None
 
 
 def instance_norm(call: Call) -> str:
-    x, c = _channels(call, "n", "X")
-    return f"f[{', '.join([x, *[c] * (len(call.operands) - 1)])}] -> {x}"
+    return _scaled_and_shifted(call, *_channels(call, "n", "X"))
+
+
+def weight_norm(call: Call) -> str:
+    """`v · g / |v|`, with a length per slice of one dim: linear in g."""
+    rank, dim = len(call.shapes[0]), dim_of(call)
+    names = letters(rank, [d for d in range(rank) if d != dim])
+    lengths = spec(["1" if d != dim else name for d, name in enumerate(names)])
+    if len(call.results) > 1:
+        return f"f[{spec(names)}, {lengths}] -> {spec(names)}, {lengths}"
+    return f"f[{spec(names)}] * {lengths} -> {spec(names)}"
 
 
 NORMS: dict[str, Op] = {
-    "aten.layer_norm": Op(layer_norm, talks=_normalised_talks("layer_norm", layer_norm_cut)),  # type: ignore[arg-type]
-    "aten.rms_norm": Op(layer_norm, talks=_normalised_talks("rms_norm", rms_norm_cut)),  # type: ignore[arg-type]
+    "aten.layer_norm": Op(layer_norm, talks=_normalised_talks("layer_norm", layer_norm_cut)),
+    "aten.rms_norm": Op(layer_norm, talks=_normalised_talks("rms_norm", rms_norm_cut)),
+    "aten.native_layer_norm": Op(layer_norm_with_statistics),
     "aten.group_norm": Op(group_norm, local=group_norm_of_piece),
+    "aten.native_group_norm": Op(group_norm_with_statistics, local=group_norm_with_statistics_of_piece),
     "lopsided.batch_norm": Op(batch_norm_training, talks=_batch_talks),
     "aten.batch_norm": Op(batch_norm_evaluated, talks=_evaluated_talks),
     "aten.instance_norm": Op(instance_norm),
+    "aten._weight_norm": Op(weight_norm),
+    "aten._weight_norm_interface": Op(weight_norm),
 }

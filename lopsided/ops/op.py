@@ -1,10 +1,11 @@
 """What the table says about an op, and what an op's own implementation gets to see.
 
-In: nothing. Out: `Op` (one entry of the table), `Call` (a node with its operands, as line functions see it), `Local`
-(one device's part of a call, as implementations see it), and `Ask` (what an implementation asks of the other devices).
+In: nothing. Out: `Op` (one entry of the table), `Call` (a node with its operands, as line functions see it),
+`Local` (one device's part of a call, as implementations see it), and `Ask` (what an implementation asks of
+the other devices).
 
-An implementation that talks is a generator: it yields an `Ask` and receives the answer. The simulator drives the
-generators of all devices in step; the runtime drives one and does real collectives.
+An implementation that talks is a generator: it yields an `Ask` and receives the answer. The simulator drives
+the generators of all devices in step; the runtime drives one and does real collectives.
 """
 
 from __future__ import annotations
@@ -47,11 +48,15 @@ class Call:
         return isinstance(self.arg(name), Ref)
 
     def tensor_slots(self) -> tuple[Value | None, ...]:
-        """One entry per tensor argument of the schema, None where the call leaves it out or gives a number."""
+        """One entry per tensor argument of the schema, None where the call has none or a number."""
         overload = aten_overload(self.node.op)
         by_name = {value.name: value for value in self.operands}
         if overload is None:
-            return tuple(by_name[a.name] if isinstance(a, Ref) else None for a in self.node.args if a is None or isinstance(a, Ref))
+            return tuple(
+                by_name[a.name] if isinstance(a, Ref) else None
+                for a in self.node.args
+                if a is None or isinstance(a, Ref)
+            )
         given = self.given()
         slots: list[Value | None] = []
         for argument in overload._schema.arguments:
@@ -77,7 +82,7 @@ class Randomness(Protocol):
     """Where random numbers come from."""
 
     def uniform(self, local: Local, shape: Sequence[int], placement: Placement, *, normal: bool = False) -> Tensor:
-        """This device's part of a whole tensor of random numbers: the same on whole values, its own on pieces."""
+        """This device's part of a tensor of random numbers: the same on whole values, its own on pieces."""
         ...
 
 
@@ -94,10 +99,10 @@ class Local:
     random: Randomness
 
     def args(self) -> tuple[list[Any], dict[str, Any]]:
-        where = self.tensors[0].device if self.tensors else torch.device("cpu")
+        where = self.tensors[0].device if self.tensors else torch.get_default_device()
         return filled(self.call.node, self.tensors, where)
 
-    def run(self, **changed: Any) -> Any:
+    def run(self, /, **changed: Any) -> Any:
         """Call the op on the pieces, with some arguments changed."""
         args, kwargs = self.args()
         if changed:
@@ -131,7 +136,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A question to the other devices: convert this tensor's placement, or take the largest of every element."""
+    """A question to the other devices: convert this tensor's placement, or take the largest of each."""
 
     tensor: Tensor
     source: str = "P"
@@ -148,8 +153,9 @@ Written = str | tuple[str, Mapping[str, int]]
 class Talk:
     """A rule that cuts an index the line keeps whole, by an implementation of its own.
 
-    Results that do not carry the index are placed as `lacking`. An implementation that asks where its piece starts
-    needs it `in_one_block`. One that is not `exact` relaxes the model and is used only where the user allows it.
+    Results that do not carry the index are placed as `lacking`. An implementation that asks where its piece
+    starts needs it `in_one_block`. One that is not `exact` relaxes the model and is used only where the user
+    allows it.
     """
 
     index: str
@@ -167,7 +173,7 @@ Talks = Callable[[Call], Sequence[Talk]]
 class Op:
     """One entry of the table: the line, and what cannot be said in a line.
 
-    `line` is a text, or a function of the call that returns a text (and sizes of indices that shapes do not tell).
+    `line` is a text, or a function of the call that returns a text (and sizes that shapes do not tell).
     `local` computes a piece where calling the op on the pieces would not, for example because it takes sizes.
     """
 
@@ -175,6 +181,11 @@ class Op:
     local: Implementation | None = None
     talks: Talks | None = None
     random: bool = False
+
+
+def entries(names: str, op: Op) -> dict[str, Op]:
+    """The same entry for several aten ops, their names in a row."""
+    return {f"aten.{name}": op for name in names.split()}
 
 
 def number(value: Arg | Any) -> float:

@@ -1,11 +1,13 @@
-"""Ops that treat every element by itself. Most are picked up by torch's own tag; those that are linear are listed."""
+"""Ops that treat every element by itself. Most are picked up by torch's own tag; linear ones are listed."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from lopsided.call import aten_overload
-from lopsided.ops.op import Call, Local, Op, dim_of, letters, number, spec, whole
+from lopsided.ops.op import Call, Local, Op, dim_of, entries, letters, number, spec
 
 
 def nonlinear(call: Call) -> str:
@@ -21,8 +23,9 @@ def summands(call: Call) -> str:
     return "... + ... -> ..." if len(call.operands) == 2 else "f[...] -> ..."
 
 
-def quotient(call: Call) -> str:
-    if call.arg("rounding_mode") is not None:
+def scaled(call: Call) -> str:
+    """The first operand times something made of the second: `div`, `xlogy`, shifts to the left."""
+    if call.arg("rounding_mode") is not None or not call.is_tensor("self"):
         return nonlinear(call)
     return "... * f[...] -> ..." if len(call.operands) == 2 else "... -> ..."
 
@@ -30,7 +33,9 @@ def quotient(call: Call) -> str:
 def masked_fill(call: Call) -> str:
     if len(call.operands) == 3:
         return "... * f[...] + ... -> ..."
-    return "... * f[...] -> ..." if number(call.arg("value")) == 0 else nonlinear(call)
+    # Infinity filled in on every device is infinity, added up.
+    passes = number(call.arg("value")) == 0 or math.isinf(number(call.arg("value")))
+    return "... * f[...] -> ..." if passes else nonlinear(call)
 
 
 def where(call: Call) -> str:
@@ -44,8 +49,11 @@ def where(call: Call) -> str:
 
 
 def _is_linear_cast(call: Call) -> bool:
-    values = (call.operands[0], *call.node.results)
-    return all(v.torch_dtype.is_floating_point or v.torch_dtype.is_complex for v in values)
+    """Not from truth values, and not from real numbers to whole ones."""
+    before, after = call.operands[0].torch_dtype, call.node.results[0].torch_dtype
+    if torch.bool in (before, after):
+        return False
+    return after.is_floating_point or after.is_complex or not (before.is_floating_point or before.is_complex)
 
 
 def cast(call: Call) -> str:
@@ -53,9 +61,15 @@ def cast(call: Call) -> str:
 
 
 def cast_like(call: Call) -> str:
-    """`x.to(other)`: only the dtype of the other tensor matters, whatever its shape."""
-    other = whole(call.shapes[1], 0)
-    return f"... * f[{other}] -> ..." if _is_linear_cast(call) else f"f[..., {other}] -> ..."
+    """`x.to(other)`: only the dtype of the other matters; dims as long as those of x are cut with them."""
+    x, other = call.shapes
+    names = letters(len(x))
+    like = spec([names[d] if d < len(x) and x[d] == size else f"X{d}" for d, size in enumerate(other)])
+    return (
+        f"{spec(names)} * f[{like}] -> {spec(names)}"
+        if _is_linear_cast(call)
+        else f"f[{spec(names)}, {like}] -> {spec(names)}"
+    )
 
 
 def bits(call: Call) -> str:
@@ -87,21 +101,23 @@ def zeros(local: Local) -> object:
 
 
 _LINEAR = (
-    "neg negative clone contiguous alias detach lift_fresh positive real imag conj _conj conj_physical _neg_view"
+    "neg negative clone contiguous alias detach lift_fresh_copy positive real imag conj _conj conj_physical"
     " resolve_conj resolve_neg rad2deg deg2rad zeros_like zero"
-).split()
+)
 # Pointwise in fact, but without torch's tag.
 _UNTAGGED = (
     "hardswish log_sigmoid isclose isreal special_expit special_erf special_erfc special_log1p special_expm1"
-    " special_xlogy special_gammaln special_sinc special_digamma special_psi special_erfinv special_exp2 special_i0"
+    " special_gammaln special_sinc special_digamma special_psi special_erfinv special_exp2 special_i0"
     " special_ndtr special_round special_logit special_gammainc special_gammaincc special_polygamma"
-    " special_multigammaln polar floor_divide ones_like full_like __and__ __or__ fix absolute arctan2 arctan arcsin"
-    " arccos arcsinh arccosh arctanh less less_equal greater greater_equal not_equal"
-).split()
+    " special_multigammaln polar floor_divide ones_like full_like __and__ __or__ fix absolute arctan2 arctan"
+    " arcsin arccos arcsinh arccosh arctanh less less_equal greater greater_equal not_equal"
+)
+
+_SCALED = "ldexp xlogy special_xlogy special_xlog1py bitwise_left_shift __lshift__"
 
 POINTWISE: dict[str, Op] = {
-    **{f"aten.{name}": Op("... -> ...") for name in _LINEAR},
-    **{f"aten.{name}": Op(nonlinear) for name in _UNTAGGED},
+    **entries(_LINEAR, Op("... -> ...")),
+    **entries(_UNTAGGED, Op(nonlinear)),
     "aten.complex": Op("... + ... -> ..."),
     "aten.add": Op(summands),
     "aten.sub": Op(summands),
@@ -109,10 +125,10 @@ POINTWISE: dict[str, Op] = {
     "aten.rsub": Op(summands),
     "aten.mul": Op(product),
     "aten.multiply": Op(product),
-    "aten.div": Op(quotient),
-    "aten.divide": Op(quotient),
-    "aten.true_divide": Op(quotient),
-    "aten.ldexp": Op("... * f[...] -> ..."),
+    "aten.div": Op(scaled),
+    "aten.divide": Op(scaled),
+    "aten.true_divide": Op(scaled),
+    **entries(_SCALED, Op(scaled)),
     "aten.addcmul": Op("... + ... * ... -> ..."),
     "aten.addcdiv": Op("... + ... * f[...] -> ..."),
     "aten.lerp.Scalar": Op("... + ... -> ..."),

@@ -1,14 +1,13 @@
-"""Products: linear in each operand, so partial sums pass through and sufficient factor broadcasting applies."""
+"""Products: linear in each operand, so partial sums pass and sufficient factor broadcasting applies."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
 
-from lopsided.ops.op import Call, Local, Op, Talk, Written, letters, number, spec
+from lopsided.ops.op import Call, Local, Op, Talk, Written, entries, letters, spec, whole, wholes
 from lopsided.placement import P
 
 
@@ -16,9 +15,10 @@ def matmul(call: Call) -> str:
     first, second = (len(shape) for shape in call.shapes)
     left = "i" if first == 1 else "... m i"
     right = "i" if second == 1 else "... i n"
-    out = " ".join([*(["..."] if max(first, second) > 1 else []), *(["m"] if first > 1 else []), *(["n"] if second > 1 else [])])
-    # One operand is a vector, the other a matrix without leading dims: nothing for '...' to stand for is no harm.
-    return f"{left} * {right} -> {out or '()'}"
+    lead = ["..."] if max(first, second) > 1 else []
+    out = [*lead, *(["m"] if first > 1 else []), *(["n"] if second > 1 else [])]
+    # A vector and a matrix without leading dims: nothing for '...' to stand for is no harm.
+    return f"{left} * {right} -> {spec(out)}"
 
 
 def einsum(call: Call) -> str:
@@ -28,38 +28,148 @@ def einsum(call: Call) -> str:
     if not arrow:
         used = [c for c in sorted(set(left)) if c.isalpha() and left.count(c) == 1]
         right = ("..." if "..." in left else "") + "".join(used)
-    if any(len(set(t.replace("...", ""))) != len(t.replace("...", "")) for t in (*terms, right)):
+    plain = [term.replace("...", "") for term in (*terms, right)]
+    if any(len(set(term)) != len(term) for term in plain):
         # A letter twice in one operand takes a diagonal.
-        ins = [spec([f"{c}{k}" for c in letters(len(s), range(len(s)))]) for k, s in enumerate(call.shapes)]
-        return f"{' * '.join(ins)} -> {spec([f'{c}99' for c in letters(len(call.results[0]), range(len(call.results[0])))])}"
+        operands, results = wholes(call)
+        return f"{' * '.join(operands)} -> {results[0]}"
     return f"{' * '.join(map(_einsum_spec, terms))} -> {_einsum_spec(right)}"
 
 
 def _einsum_spec(term: str) -> str:
     # Einsum tells letters by case; here the case has a meaning, so capitals become numbered letters.
-    out = []
-    for part in term.replace("...", ".").strip():
-        out.append("..." if part == "." else part if part.islower() else f"{part.lower()}1")
-    return spec(out)
+    parts = term.replace("...", ".")
+    return spec(["..." if c == "." else c if c.islower() else f"{c.lower()}1" for c in parts])
 
 
-def _spatial(rank: int, capital: str) -> str:
-    return " ".join(f"{capital}{k}" for k in range(rank))
+def added(names: str, product: str) -> Op:
+    """A product plus a tensor that broadcasts to it (`addmm` and its kin)."""
+
+    def line(call: Call) -> str:
+        return f"{spec(names.split()[len(names.split()) - len(call.shapes[0]) :])} + {product} -> {names}"
+
+    return Op(line)
+
+
+def inner(call: Call) -> str:
+    left, right = ([f"{c}{k}" for k in range(len(shape) - 1)] for c, shape in zip("ab", call.shapes, strict=True))
+    return f"{spec([*left, 'i'])} * {spec([*right, 'i'])} -> {spec([*left, *right])}"
+
+
+def chain(call: Call) -> str:
+    """Matrices multiplied in a row; the first and the last may be vectors."""
+    links = [f"i{k}" for k in range(len(call.shapes) + 1)]
+    terms = [links[k : k + 2] for k in range(len(call.shapes))]
+    out = [links[0], links[-1]]
+    if len(call.shapes[0]) == 1:
+        terms[0], out = [links[1]], out[1:]
+    if len(call.shapes[-1]) == 1:
+        terms[-1], out = [links[-2]], out[:-1]
+    return f"{' * '.join(map(spec, terms))} -> {spec(out)}"
+
+
+def kron(call: Call) -> str:
+    rank = len(call.results[0])
+    left, right = ([f"{c}{d}" for d in range(rank)] for c in "ab")
+    # The shorter one has dims of length one in front.
+    lacking = [rank - len(shape) for shape in call.shapes]
+    out = [
+        f"({a} {b})" if d >= max(lacking) else a if d >= lacking[0] else b
+        for d, (a, b) in enumerate(zip(left, right, strict=True))
+    ]
+    return f"{spec(left[lacking[0] :])} * {spec(right[lacking[1] :])} -> {spec(out)}"
+
+
+def tensordot(call: Call) -> str:
+    sides = []
+    for c, name, shape in (("a", "dims_self", call.shapes[0]), ("b", "dims_other", call.shapes[1])):
+        summed = {dim % len(shape): f"i{k}" for k, dim in enumerate(call.arg(name))}
+        sides.append([summed.get(d, f"{c}{d}") for d in range(len(shape))])
+    out = [name for side in sides for name in side if name[0] != "i"]
+    return f"{spec(sides[0])} * {spec(sides[1])} -> {spec(out)}"
+
+
+def _aligned(call: Call, dim: int, *, coupled: bool) -> list[str]:
+    """Operands that broadcast against each other, with one dim singled out."""
+    rank = max(map(len, call.shapes))
+    names = letters(rank, [dim] if coupled else [])
+    return [spec(names[rank - len(shape) :]) for shape in call.shapes]
+
+
+def dot_along(call: Call) -> str:
+    rank, dim = max(map(len, call.shapes)), call.arg("dim")
+    out = [name for d, name in enumerate(letters(rank)) if d != dim % rank]
+    return f"{' * '.join(_aligned(call, dim, coupled=False))} -> {spec(out)}"
+
+
+def cross(call: Call) -> str:
+    rank, dim = max(map(len, call.shapes)), _cross_dim(call)
+    return f"{' * '.join(_aligned(call, dim, coupled=True))} -> {spec(letters(rank, [dim]))}"
+
+
+def _cross_dim(call: Call) -> int:
+    """Where none is given, the first dim of length three: of the whole tensors, whatever pieces look like."""
+    dim = call.arg("dim")
+    return dim if isinstance(dim, int) else call.results[0].index(3)
+
+
+def cross_of_piece(local: Local) -> object:
+    return local.run(dim=_cross_dim(local.call))
+
+
+# Convolutions
+
+
+def _is_transposed(call: Call) -> bool:
+    return "transpose" in call.node.op or bool(call.arg("transposed"))
+
+
+def _numbers(call: Call, name: str, rank: int) -> list[int]:
+    """A setting that has one number per dim of space, or one for all."""
+    given = call.arg(name)
+    listed = [given] if isinstance(given, int) else list(given)
+    return listed * rank if len(listed) == 1 else listed
+
+
+def tiles(
+    windows: Sequence[int], strides: Sequence[int], paddings: Sequence[int], dilations: Sequence[int]
+) -> list[bool]:
+    """Whether windows lie side by side along each dim: then space may be cut between them."""
+    settings = zip(windows, strides, paddings, dilations, strict=True)
+    return [stride == window and not padding and dilation == 1 for window, stride, padding, dilation in settings]
 
 
 def convolution(call: Call) -> Written:
-    """`n (g i) space * (g o) i window + (g o) -> n (g o) space`; transposed ones keep weights as `(g i) o window`."""
+    """`n (g i) space * (g o) i window + (g o) -> n (g o) space`; transposed, weights are `(g i) o window`.
+
+    Space stays whole where windows overlap. Windows side by side (patches, 1×1) may be cut between them.
+    """
     x, weight = call.shapes[0], call.shapes[1]
-    rank = len(weight) - 2
-    groups = int(call.arg("groups"))
+    rank, groups, transposed = len(weight) - 2, int(call.arg("groups")), _is_transposed(call)
     batch = "n " if len(x) == rank + 2 else ""
-    transposed = "transpose" in call.node.op or bool(call.arg("transposed"))
+    window, before, after = _convolved_space(call, rank)
     g_in, g_out = ("(g i)", "(g o)") if groups > 1 else ("i", "o")
-    kernel = f"{g_in} o {_spatial(rank, 'K')}" if transposed else f"{g_out} i {_spatial(rank, 'K')}"
-    line = f"{batch}{g_in} {_spatial(rank, 'X')} * {kernel} + {g_out} -> {batch}{g_out} {_spatial(rank, 'Y')}"
-    channels = x[-rank - 1]
-    outputs = weight[1] if transposed else weight[0] // groups
-    return line, {"g": groups, "i": channels // groups, "o": outputs} if groups > 1 else {}
+    kernel = f"{g_in} o {window}" if transposed else f"{g_out} i {window}"
+    line = f"{batch}{g_in} {before} * {kernel} + {g_out} -> {batch}{g_out} {after}"
+    sizes = {f"K{k}": size for k, size in enumerate(weight[2:])}
+    if groups > 1:
+        outputs = weight[1] if transposed else weight[0] // groups
+        sizes |= {"g": groups, "i": x[-rank - 1] // groups, "o": outputs}
+    return line, sizes
+
+
+def _convolved_space(call: Call, rank: int) -> tuple[str, str, str]:
+    windows, space = call.shapes[1][2:], call.shapes[0][-rank:]
+    side_by_side = [False] * rank
+    if not _is_transposed(call) and not isinstance(call.arg("padding"), str):
+        settings = (_numbers(call, name, rank) for name in ("stride", "padding", "dilation"))
+        side_by_side = [
+            tiled and not size % window
+            for tiled, window, size in zip(tiles(windows, *settings), windows, space, strict=True)
+        ]
+    before = [f"(x{k} K{k})" if tiled else f"X{k}" for k, tiled in enumerate(side_by_side)]
+    after = [f"x{k}" if tiled else f"Y{k}" for k, tiled in enumerate(side_by_side)]
+    return spec([f"K{k}" for k in range(rank)]), spec(before), spec(after)
 
 
 def convolution_of_piece(local: Local) -> object:
@@ -70,105 +180,23 @@ def convolution_of_piece(local: Local) -> object:
         # Kernels refuse a convolution over no channels; as a term of a sum it is the bias alone.
         out = x.new_zeros(local.shapes[0], dtype=local.call.node.results[0].torch_dtype) + 0 * (x.sum() + weight.sum())
         return out + local.tensors[2].reshape(-1, *[1] * rank) if len(local.tensors) > 2 else out
-    whole_groups = int(local.call.arg("groups"))
-    transposed = "transpose" in local.call.node.op or bool(local.call.arg("transposed"))
-    if whole_groups == 1:
+    if int(local.call.arg("groups")) == 1:
         return local.run()
-    out_channels = local.shapes[0][-rank - 1]
-    if transposed:
-        groups = out_channels // weight.shape[1]
-    else:
-        groups = channels // weight.shape[1]
-    return local.run(groups=groups)
+    if _is_transposed(local.call):
+        return local.run(groups=local.shapes[0][-rank - 1] // weight.shape[1])
+    return local.run(groups=channels // weight.shape[1])
 
 
-# Attention
+# Bilinear forms
 
 
-def attention(call: Call) -> Written:
-    """`f[query, key] * value * f[mask]`, cut by batch, by heads (whole groups where heads share keys), by query rows."""
-    q, k = call.shapes[0], call.shapes[1]
-    lead = ["..."] if len(q) != 4 else ["b"]
-    heads, groups = q[-3] if len(q) > 2 else 1, k[-3] if len(k) > 2 else 1
-    sizes: dict[str, int] = {}
-    rows = "T" if call.arg("is_causal") else "t"
-    if len(q) != 4:
-        ends = ("... {} D", "... S D", "... S e", "... {} e")
-        query, key, value, out = (end.format(rows) for end in ends)
-        full = ["...", rows, "S"]
-    else:
-        if heads != groups and groups > 1:
-            query_heads, key_heads = "(g r)", "g"
-            sizes = {"g": groups, "r": heads // groups}
-        else:
-            query_heads, key_heads = "h", "h"
-        query, out = f"b {query_heads} {rows} D", f"b {query_heads} {rows} e"
-        key, value = f"b {key_heads} S D", f"b {key_heads} S e"
-        full = [*lead, query_heads, rows, "S"]
-    line = f"f[{query}, {key}] * {value}"
-    if len(call.operands) > 3:
-        mask = len(call.shapes[3])
-        line += f" * f[{spec(full[-mask:]) if len(q) == 4 else f'... {rows} S'}]"
-    return f"{line} -> {out}", sizes
-
-
-def _scores(local: Local, rows_from: int) -> Tensor:
-    """Attention weights of this device's query rows before dropout, as the plain kernel computes them."""
-    query, key = local.tensors[0], local.tensors[1]
-    scale = local.call.arg("scale")
-    key = _repeated(key, query)
-    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else number(scale))
-    if local.call.arg("is_causal"):
-        scores = scores.masked_fill(~_causal(query, key, rows_from), -math.inf)
-    if len(local.tensors) > 3:
-        mask = local.tensors[3]
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1)
-
-
-def _repeated(key: Tensor, query: Tensor) -> Tensor:
-    if key.dim() < 3 or key.shape[-3] in (1, query.shape[-3]) or not key.shape[-3]:
-        return key
-    return key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-
-
-def _causal(query: Tensor, key: Tensor, rows_from: int) -> Tensor:
-    ones = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
-    return ones.tril(diagonal=rows_from)
-
-
-def attention_of_piece(local: Local) -> object:
-    p = number(local.call.arg("dropout_p") or 0)
-    if p == 0:
+def bilinear_of_piece(local: Local) -> object:
+    """Kernels refuse a form over no features; as a term of a sum it is the bias alone."""
+    left, right, weight, *bias = local.tensors
+    if weight.numel():
         return local.run()
-    weights = _scores(local, 0)
-    # The mask belongs to scores, which are no result: drawn whole as (batch, heads, rows, keys) and cut like the rows.
-    shape = (*local.call.node.results[0].shape[:-1], local.call.shapes[1][-2])
-    give = local.rule.gives[0]
-    along_scores = give.is_shard and give.dim < len(shape) - 1
-    drawn = local.random.uniform(local, shape, give if along_scores else P)
-    return (weights * (drawn >= p).to(weights.dtype) / (1 - p)) @ _repeated(local.tensors[2], local.tensors[0])
-
-
-def attention_rows(local: Local) -> object:
-    """Query rows cut under a causal mask: the mask of row i starts where this device's rows do."""
-    query, key = local.tensors[0], local.tensors[1]
-    start = local.start(local.rule.needs[0])
-    p = number(local.call.arg("dropout_p") or 0)
-    if p == 0 and query.numel():
-        mask = _causal(query, key, start)
-        return local.run(attn_mask=mask, is_causal=False)
-    weights = _scores(local, start)
-    if p:
-        shape = (*local.call.node.results[0].shape[:-1], local.call.shapes[1][-2])
-        weights = weights * (local.random.uniform(local, shape, local.rule.gives[0]) >= p).to(weights.dtype) / (1 - p)
-    return weights @ _repeated(local.tensors[2], query)
-
-
-def _attention_talks(call: Call) -> list[Talk]:
-    if not call.arg("is_causal") or len(call.operands) > 3:
-        return []
-    return [Talk("T", "causal_rows", attention_rows, P, in_one_block=True)]
+    out = left.new_zeros(local.shapes[0]) + 0 * (left.sum() + right.sum() + weight.sum())
+    return out + bias[0] if bias else out
 
 
 # Recurrent layers
@@ -176,57 +204,110 @@ def _attention_talks(call: Call) -> list[Talk]:
 
 def recurrent(call: Call) -> str:
     """LSTM, GRU and RNN over padded batches: only the batch may be cut."""
-    x, results = call.shapes[0], call.results
-    first = bool(call.arg("batch_first"))
-    sequence = ("n X0 X1" if first else "X0 n X1") if len(x) == 3 else "X0 X1"
-    state = "L n H" if len(x) == 3 else "L H"
-    states = sum(len(shape) == len(results[1]) and shape[0] == results[1][0] for shape in call.shapes[1:3])
-    hidden = [f"L n H{k}" if len(x) == 3 else f"L H{k}" for k in range(len(results) - 1)]
-    weights = [spec([f"{c}{k + 10}" for c in letters(len(s), range(len(s)))]) for k, s in enumerate(call.shapes[1 + len(hidden) :])]
-    out = sequence.replace("X1", "Y1")
-    del state, states
-    return f"f[{', '.join([sequence, *hidden, *weights])}] -> {', '.join([out, *hidden])}"
+    batch = "n " if len(call.shapes[0]) == 3 else ""
+    sequence = "{batch}T {features}" if call.arg("batch_first") else "T {batch}{features}"
+    states = [f"L {batch}H{k}" for k in range(len(call.results) - 1)]
+    weights = [whole(shape, k) for k, shape in enumerate(call.shapes[1 + len(states) :])]
+    x, out = (sequence.format(batch=batch, features=features) for features in ("X", "Y"))
+    return f"f[{', '.join([x, *states, *weights])}] -> {', '.join([out, *states])}"
 
 
-def grouped_mm(call: Call) -> Written:
-    """Tokens sorted by expert times a stack of matrices: the token groups are data, so only columns may be cut."""
-    if len(call.shapes[0]) == 2 and len(call.shapes[1]) == 3:
-        return "T i * E i n * f[E] -> T n"
-    return " * ".join(
-        spec([f"{c}{k}" for c in letters(len(s), range(len(s)))]) if k < 2 else "f[Z9]" for k, s in enumerate(call.shapes)
-    ) + f" -> {spec([f'{c}99' for c in letters(len(call.results[0]), range(len(call.results[0])))])}"
+def recurrent_cell(call: Call) -> str:
+    batch = "n " if len(call.shapes[0]) == 2 else ""
+    states = [f"{batch}H{k}" for k in range(len(call.results))]
+    weights = [whole(shape, k) for k, shape in enumerate(call.shapes[1 + len(states) :])]
+    return f"f[{', '.join([f'{batch}X', *states, *weights])}] -> {', '.join(states)}"
 
 
-_ATTENTION: dict[str, Any] = {"local": attention_of_piece, "talks": _attention_talks, "random": True}
+# Experts
+
+
+def grouped_mm(call: Call) -> str:
+    """Tokens sorted by expert times a stack of matrices. Where an expert's end is data: they stay whole."""
+    ranks = [len(shape) for shape in call.shapes[:2]]
+    if ranks == [3, 3]:
+        return "e m i * e i n -> e m n"
+    tokens = {
+        (2, 3): "T i * E i n * f[Z] -> T n",
+        (3, 2): "E m i * i T * f[Z] -> m T",
+        (2, 2): "m T * T n * f[Z] -> E m n",
+    }
+    return tokens[ranks[0], ranks[1]]
+
+
+def grouped_mm_of_piece(local: Local) -> object:
+    """Kernels want rows in multiples of 16 bytes: pieces are filled up with zeros."""
+    x, stack = local.tensors[:2]
+    if not x.numel() or not stack.numel():
+        return x.new_zeros(local.shapes[0]) + 0 * (x.sum() + stack.sum())
+    return _grouped_mm(local, x, stack, local.tensors[2:])
+
+
+def _grouped_mm(local: Local, x: torch.Tensor, stack: torch.Tensor, ends: Sequence[torch.Tensor]) -> torch.Tensor:
+    multiple = max(16 // x.element_size(), 1)
+    summed = -x.shape[-1] % multiple if local.call.shapes[1][-2] == local.call.shapes[0][-1] else 0
+    columns = -stack.shape[-1] % multiple
+    changed = {"offs": ends[0]} if ends else {}
+    out = local.run(self=F.pad(x, (0, summed)), mat2=F.pad(stack, (0, columns, 0, summed)), **changed)
+    return torch.as_tensor(out)[..., : stack.shape[-1]]
+
+
+def experts_of_piece(local: Local) -> object:
+    """Experts cut: each device multiplies the tokens of its own experts, the rest of its rows is zero."""
+    x, stack, ends = local.tensors
+    first = local.start(local.rule.needs[1])
+    # Tokens before the first expert here go to an expert of zeros: the host need not know how many.
+    begin = ends[first - 1 : first] if first else torch.zeros_like(ends[:1])
+    mine = torch.cat([begin, ends[first : first + stack.shape[0]]])
+    out = _grouped_mm(
+        local,
+        x,
+        torch.cat([torch.zeros_like(stack[:1]), stack]) if stack.shape[0] else _no_expert(local),
+        [mine],
+    )
+    return torch.where((torch.arange(x.shape[0], device=x.device) < mine[-1]).unsqueeze(-1), out, 0)
+
+
+def _no_expert(local: Local) -> torch.Tensor:
+    return local.tensors[1].new_zeros(1, *local.call.shapes[1][1:]) + 0 * local.tensors[1].sum()
+
+
+def _expert_talks(call: Call) -> list[Talk]:
+    if [len(shape) for shape in call.shapes] != [2, 3, 1]:
+        return []
+    return [Talk("E", "experts", experts_of_piece, P, in_one_block=True)]
+
 
 PRODUCTS: dict[str, Op] = {
     "aten.linear": Op("... i * o i + o -> ... o"),
     "aten.matmul": Op(matmul),
+    "aten.linalg_matmul": Op(matmul),
     "aten.mm": Op("m i * i n -> m n"),
     "aten.bmm": Op("b m i * b i n -> b m n"),
     "aten.mv": Op("m i * i -> m"),
     "aten.dot": Op("i * i -> ()"),
     "aten.vdot": Op("i * i -> ()"),
+    "aten.inner": Op(inner),
     "aten.outer": Op("m * n -> m n"),
     "aten.ger": Op("m * n -> m n"),
-    "aten.addmm": Op(lambda call: f"{_broadcast(call, 'm n')} + m i * i n -> m n"),
-    "aten.addmv": Op(lambda call: f"{_broadcast(call, 'm')} + m i * i -> m"),
-    "aten.baddbmm": Op(lambda call: f"{_broadcast(call, 'b m n')} + b m i * b i n -> b m n"),
-    "aten.addbmm": Op(lambda call: f"{_broadcast(call, 'm n')} + b m i * b i n -> m n"),
-    "aten.bilinear": Op("... i * ... j * o i j + o -> ... o"),
+    "aten.addmm": added("m n", "m i * i n"),
+    "aten.addmv": added("m", "m i * i"),
+    "aten.addr": added("m n", "m * n"),
+    "aten.baddbmm": added("b m n", "b m i * b i n"),
+    "aten.addbmm": added("m n", "b m i * b i n"),
+    "aten.bilinear": Op("... i * ... j * o i j + o -> ... o", local=bilinear_of_piece),
     "aten.einsum": Op(einsum),
-    **{f"aten.conv{d}d": Op(convolution, local=convolution_of_piece) for d in (1, 2, 3)},
-    **{f"aten.conv_transpose{d}d": Op(convolution, local=convolution_of_piece) for d in (1, 2, 3)},
+    "aten.chain_matmul": Op(chain),
+    "aten.linalg_multi_dot": Op(chain),
+    "aten.kron": Op(kron),
+    "aten.tensordot": Op(tensordot),
+    "aten.linalg_vecdot": Op(dot_along),
+    "aten.linalg_cross": Op(cross, local=cross_of_piece),
+    "aten.cross": Op(cross, local=cross_of_piece),
+    **entries("conv1d conv2d conv3d", Op(convolution, local=convolution_of_piece)),
+    **entries("conv_transpose1d conv_transpose2d conv_transpose3d", Op(convolution, local=convolution_of_piece)),
     "aten.convolution": Op(convolution, local=convolution_of_piece),
-    "aten.scaled_dot_product_attention": Op(attention, **_ATTENTION),
-    "aten.lstm": Op(recurrent),
-    "aten.gru": Op(recurrent),
-    "aten.rnn_tanh": Op(recurrent),
-    "aten.rnn_relu": Op(recurrent),
-    "aten._grouped_mm": Op(grouped_mm),
+    **entries("lstm.input gru.input rnn_tanh.input rnn_relu.input", Op(recurrent)),
+    **entries("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", Op(recurrent_cell)),
+    "aten._grouped_mm": Op(grouped_mm, local=grouped_mm_of_piece, talks=_expert_talks),
 }
-
-
-def _broadcast(call: Call, names: str) -> str:
-    rank = len(call.shapes[0])
-    return spec(names.split()[-rank:]) if rank else "()"

@@ -1,152 +1,355 @@
-"""Ops that combine elements along dims: linear ones may be cut along them, the others keep them whole."""
+"""Ops that combine elements along dims: linear ones may be cut along them, others keep them whole or talk."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 import torch
+from torch import Tensor
 
-from lopsided.ops.op import Ask, Call, Local, Op, Talk, Talking, letters, spec
-from lopsided.placement import P
+from lopsided.ops.op import (
+    Ask,
+    Call,
+    Implementation,
+    Local,
+    Op,
+    Talk,
+    Talking,
+    Talks,
+    all_whole,
+    dim_of,
+    dims_of,
+    entries,
+    letters,
+    number,
+    spec,
+)
+from lopsided.placement import I
+
+# Lines
 
 
-def reduced_dims(call: Call) -> list[int]:
-    rank = len(call.shapes[0])
-    dim = call.arg("dim")
-    if isinstance(dim, int) and not isinstance(dim, bool):
-        return [dim % rank] if rank else []
-    listed = [d for d in dim if isinstance(d, int)] if isinstance(dim, tuple) else []
-    return [d % rank for d in listed] if listed else list(range(rank))
-
-
-def _reduction(call: Call, names: list[str]) -> list[str]:
-    dims = reduced_dims(call)
+def _reduction(call: Call, names: Sequence[str], dims: Sequence[int]) -> str:
     if call.arg("keepdim"):
-        return ["1" if d in dims else n for d, n in enumerate(names)]
-    return [n for d, n in enumerate(names) if d not in dims]
+        return spec(["1" if d in dims else name for d, name in enumerate(names)])
+    return spec([name for d, name in enumerate(names) if d not in dims])
 
 
 def linear(call: Call) -> str:
     names = letters(len(call.shapes[0]))
     # A sum of booleans counts them: that is a sum over pieces, though not linear in the operand.
     left = spec(names) if call.operands[0].dtype != "bool" else f"f[{spec(names)}]"
-    return f"{left} -> {spec(_reduction(call, names))}"
+    return f"{left} -> {_reduction(call, names, dims_of(call))}"
+
+
+def counted(call: Call) -> str:
+    """A sum over pieces of something that is not linear in the operand."""
+    names = letters(len(call.shapes[0]))
+    return f"f[{spec(names)}] -> {_reduction(call, names, dims_of(call))}"
 
 
 def coupled(call: Call) -> str:
     """Reduces dims in a way that pieces cannot: they stay whole."""
-    names = letters(len(call.shapes[0]), reduced_dims(call))
-    result = spec(_reduction(call, names))
-    return f"f[{spec(names)}] -> {', '.join([result] * len(call.results))}"
+    dims = dims_of(call)
+    names = letters(len(call.shapes[0]), dims)
+    return f"f[{spec(names)}] -> {', '.join([_reduction(call, names, dims)] * len(call.results))}"
+
+
+def vector_norm(call: Call) -> str:
+    """A sum of absolute values, or a count, adds up over pieces; other norms do not."""
+    return counted(call) if _order(call) in (0, 1) else coupled(call)
 
 
 def along(call: Call) -> str:
-    """Keeps every dim, but mixes along one (`softmax`, `cumsum`, `sort`)."""
-    dims = [call.arg("dim")] if isinstance(call.arg("dim"), int) else [-1]
-    names = letters(len(call.shapes[0]), dims)
-    return f"f[{spec(names)}] -> {', '.join([spec(names)] * len(call.results))}"
+    """Keeps every dim, but mixes along one (`softmax`, `sort`)."""
+    names = spec(letters(len(call.shapes[0]), [_dim_or(call, -1)]))
+    return f"f[{names}] -> {', '.join([names] * len(call.results))}"
+
+
+def _dim_or(call: Call, otherwise: int) -> int:
+    dim = call.arg("dim")
+    return dim if isinstance(dim, int) else otherwise
+
+
+def along_first(call: Call) -> str:
+    names = spec(letters(len(call.shapes[0]), [0]))
+    return f"f[{names}] -> {names}"
 
 
 def linear_along(call: Call) -> str:
-    names = letters(len(call.shapes[0]), [call.arg("dim")])
-    return f"{spec(names)} -> {spec(names)}"
+    names = spec(letters(len(call.shapes[0]), [call.arg("dim")]))
+    return f"{names} -> {names}" if call.operands[0].dtype != "bool" else f"f[{names}] -> {names}"
+
+
+def along_all_but(call: Call) -> str:
+    """`renorm`: every slice of one dim by itself."""
+    rank = len(call.shapes[0])
+    names = spec(letters(rank, [d for d in range(rank) if d != dim_of(call)]))
+    return f"f[{names}] -> {names}"
 
 
 def top(call: Call) -> str:
     """`topk`, `kthvalue`, `median`: the dim may change length."""
-    rank = len(call.shapes[0])
-    dim = call.arg("dim")
-    if not isinstance(dim, int):
+    rank, dim = len(call.shapes[0]), call.arg("dim")
+    if not isinstance(dim, int) or len(call.results[0]) < rank:
         return coupled(call)
     names = letters(rank, [dim])
-    if len(call.results[0]) < rank:
-        return coupled(call)
-    out = [n if n.islower() else "Y9" for n in names]
-    return f"f[{spec(names)}] -> {', '.join([spec(out)] * len(call.results))}"
+    out = spec([name if name.islower() else "Y9" for name in names])
+    return f"f[{spec(names)}] -> {', '.join([out] * len(call.results))}"
+
+
+def quantile(call: Call) -> str:
+    dims = dims_of(call)
+    names = letters(len(call.shapes[0]), dims)
+    out = _reduction(call, names, dims)
+    if not call.is_tensor("q"):
+        return f"f[{spec(names)}] -> {out}"
+    if not call.shapes[1]:
+        return f"f[{spec(names)}, ()] -> {out}"
+    return f"f[{spec(names)}, q9] -> {'q9' if out == '()' else f'q9 {out}'}"
+
+
+def differences(call: Call) -> str:
+    """`diff`: linear, and the dim changes length."""
+    dim, names = dim_of(call), letters(len(call.shapes[0]), [dim_of(call)])
+    around = [spec([*names[:dim], f"X{k}", *names[dim + 1 :]]) for k in range(len(call.operands))]
+    return f"{' + '.join(around)} -> {spec([*names[:dim], 'Y9', *names[dim + 1 :]])}"
+
+
+def trapezoid(call: Call) -> str:
+    """Linear in the heights and in the places, which broadcast to them."""
+    dim, names = dim_of(call), letters(len(call.shapes[0]), [dim_of(call)])
+    places = [spec(names[len(names) - len(shape) :]) for shape in call.shapes[1:]]
+    out = names[:dim] + (["Y9"] if "cumulative" in call.node.op else []) + names[dim + 1 :]
+    return f"{' * '.join([spec(names), *places])} -> {spec(out)}"
+
+
+def histogram(call: Call) -> str:
+    """With bounds given, counts add up over pieces; without, the bounds are those of all elements."""
+    bounded = number(call.arg("min")) != number(call.arg("max"))
+    rank = len(call.shapes[0])
+    return f"f[{spec(letters(rank, () if bounded else range(rank)))}] -> Y9"
+
+
+def pairwise(call: Call) -> str:
+    rank = max(len(shape) for shape in call.shapes)
+    dim = _dim_or(call, -1) % rank
+    names = letters(rank, [dim])
+    sides = [spec(names[rank - len(shape) :]) for shape in call.shapes]
+    return f"f[{', '.join(sides)}] -> {_reduction(call, names, [dim])}"
+
+
+def distances(call: Call) -> str:
+    """Distances by absolute values are sums over features; by others, features stay whole."""
+    k = "k" if call.arg("p") == 1 else "K"
+    return f"f[... m {k}, ... n {k}] -> ... m n"
+
+
+def distance(call: Call) -> str:
+    rank = max(len(shape) for shape in call.shapes)
+    names = letters(rank, range(rank))
+    return f"f[{', '.join(spec(names[rank - len(shape) :]) for shape in call.shapes)}] -> ()"
+
+
+# Pieces
 
 
 def mean_of_piece(local: Local) -> object:
     """A mean of unequal means is wrong: each piece counts by its part of the whole."""
-    x = local.tensors[0]
-    whole, result = local.call.operands[0].elements, local.call.node.results[0].elements
-    outputs = 1
-    for size in local.shapes[0]:
-        outputs *= size
+    x, result = local.tensors[0], local.call.node.results[0]
     if not x.numel():
-        return x.sum() + x.new_zeros(local.shapes[0], dtype=local.call.node.results[0].torch_dtype)
-    weight = (x.numel() / outputs) / (whole / result)
-    mean = local.run()
+        return x.sum() + x.new_zeros(local.shapes[0], dtype=result.torch_dtype)
+    weight = (x.numel() / math.prod(local.shapes[0])) / (local.call.operands[0].elements / result.elements)
+    mean = torch.as_tensor(local.run())
     return mean if weight == 1 else mean * weight
 
 
-def _softmax_dim(local: Local) -> tuple[torch.Tensor, int]:
-    x = local.tensors[0]
-    dtype = local.call.node.results[0].torch_dtype
-    return x.to(dtype), local.call.arg("dim") % x.dim()
+# Talks
 
 
-def _shifted(x: torch.Tensor, dim: int) -> Talking:
-    """x less the largest of the whole dim, and its exponentials' sum over the whole dim."""
-    # A device without a piece knows no largest element: the lowest number stands for that.
-    if x.shape[dim]:
-        peak = x.detach().amax(dim, keepdim=True)
+def _in_result_dtype(local: Local) -> Tensor:
+    return local.tensors[0].to(local.call.node.results[0].torch_dtype)
+
+
+def _peak(x: Tensor, dims: list[int]) -> Talking:
+    """The largest element along dims, of all devices."""
+    if all(x.shape[d] for d in dims):
+        largest = x.detach().amax(dims, keepdim=True)
     else:
-        peak = x.detach().sum(dim, keepdim=True) + torch.finfo(x.dtype).min
-    peak = yield Ask(peak, largest=True)
+        # A device without a piece knows no largest element: the lowest number stands for that.
+        largest = x.detach().sum(dims, keepdim=True) + torch.finfo(x.dtype).min
+    return (yield Ask(largest, largest=True))
+
+
+def shifted(x: Tensor, dims: list[int], to: str = "R") -> Talking:
+    """x less its largest along whole dims, the sum of exponentials over them as `to`, and the shift."""
+    peak = yield from _peak(x, dims)
     # A row of -inf alone has the answer NaN, as softmax has; a shift of zero keeps it.
-    shifted = x - torch.where(peak.isfinite(), peak, torch.zeros_like(peak))
-    total = yield Ask(shifted.exp().sum(dim, keepdim=True), "P", "R")
-    return shifted, total
+    peak = torch.where(peak.isfinite(), peak, torch.zeros_like(peak))
+    less = x - peak
+    total = yield Ask(less.exp().sum(dims, keepdim=True), "P", to)
+    return less, total, peak
 
 
 def softmax_cut(local: Local) -> Talking:
-    x, dim = _softmax_dim(local)
-    shifted, total = yield from _shifted(x, dim)
-    return shifted.exp() / total
+    less, total, _ = yield from shifted(_in_result_dtype(local), [dim_of(local.call)])
+    return less.exp() / total
+
+
+def safe_softmax_cut(local: Local) -> Talking:
+    """Rows of -inf alone become zeros."""
+    less, total, _ = yield from shifted(_in_result_dtype(local), [dim_of(local.call)])
+    return less.exp() / torch.where(total == 0, torch.ones_like(total), total)
 
 
 def log_softmax_cut(local: Local) -> Talking:
-    x, dim = _softmax_dim(local)
-    shifted, total = yield from _shifted(x, dim)
-    return shifted - total.log()
+    less, total, _ = yield from shifted(_in_result_dtype(local), [dim_of(local.call)])
+    return less - total.log()
 
 
-def _cut_dim(how: str, implementation: object) -> object:
+def logsumexp_cut(local: Local) -> Talking:
+    _, total, peak = yield from shifted(_in_result_dtype(local), dims_of(local.call), "I")
+    return (total.log() + peak).reshape(local.shapes[0])
+
+
+def extreme_cut(local: Local) -> Talking:
+    """The largest or smallest; its gradient goes in equal parts to all elements that are it, anywhere."""
+    x, dims = local.tensors[0], dims_of(local.call)
+    sign = -1 if "min" in local.call.node.op else 1
+    peak = sign * (yield from _peak(sign * x, dims))
+    here = x == peak
+    count = yield Ask(here.sum(dims, keepdim=True).to(x.dtype), "P", "R")
+    part = (torch.where(here, x, torch.zeros_like(x)) / count).sum(dims, keepdim=True)
+    value = yield Ask(part, "P", "I")
+    # Dividing and adding up again may round: the value itself is known exactly.
+    exact = torch.where(value == peak, value, value + (peak - value).detach())
+    return exact.reshape(local.shapes[0])
+
+
+def vector_norm_cut(local: Local) -> Talking:
+    x, dims, order = _in_result_dtype(local), dims_of(local.call), _order(local.call)
+    total = yield Ask(x.abs().pow(order).sum(dims, keepdim=True), "P", "I")
+    nonzero = total > 0
+    # The gradient at zero is zero.
+    root = torch.where(nonzero, total, torch.ones_like(total)).pow(1 / order)
+    return torch.where(nonzero, root, torch.zeros_like(root)).reshape(local.shapes[0])
+
+
+def _order(call: Call) -> float:
+    given = call.arg("ord") if "ord" in call.given() else call.arg("p")
+    return 2.0 if given is None else number(given)
+
+
+def variance_cut(local: Local) -> Talking:
+    """`var`, `std` and those with the mean beside."""
+    x, dims, call = local.tensors[0], dims_of(local.call), local.call
+    count = math.prod(call.shapes[0][d] for d in dims)
+    unbiased, correction = call.arg("unbiased"), call.arg("correction")
+    freedom = count - (float(unbiased) if unbiased is not None else 1 if correction is None else number(correction))
+    total = x.sum(dims, keepdim=True)
+    mean = (yield Ask(total, "P", "R")) / count
+    spread = (yield Ask((x - mean).square().sum(dims, keepdim=True), "P", "I")) / freedom
+    if "std" in call.node.op:
+        spread = spread.sqrt()
+    if len(local.shapes) == 1:
+        return spread.reshape(local.shapes[0])
+    mean = (yield Ask(total, "P", "I")) / count
+    return spread.reshape(local.shapes[0]), mean.reshape(local.shapes[1])
+
+
+def cumulative_sum_cut(local: Local) -> Talking:
+    """Each device adds what the devices before it sum to."""
+    dim, result = dim_of(local.call), local.call.node.results[0].torch_dtype
+    here = torch.as_tensor(local.run())
+    total = local.tensors[0].to(result).sum(dim, keepdim=True)
+    mine = [total if d == local.device else torch.zeros_like(total) for d in range(len(local.pieces))]
+    totals = yield Ask(torch.stack(mine), "P", "R")
+    return here + totals[: local.device].sum(0)
+
+
+def _talks(
+    how: str,
+    implementation: Implementation,
+    dims: Callable[[Call], Sequence[int]],
+    *,
+    in_one_block: bool = False,
+) -> Talks:
+    """Dims that stay whole may be cut after all, by talking; results without them are the same everywhere."""
+
     def talks(call: Call) -> list[Talk]:
-        rank = len(call.shapes[0])
-        if not rank or not call.operands[0].torch_dtype.is_floating_point:
+        if not call.shapes[0]:
             return []
-        return [Talk(letters(rank, [call.arg("dim")])[call.arg("dim") % rank], how, implementation, P)]  # type: ignore[arg-type]
+        names = letters(len(call.shapes[0]), dims(call))
+        return [Talk(names[d], how, implementation, I, in_one_block) for d in sorted(set(dims(call)))]
 
     return talks
 
 
-_COUPLED = (
-    "amax amin max min argmax argmin any all prod var std var_mean std_mean norm linalg_vector_norm logsumexp"
-    " count_nonzero aminmax nanmean"
-).split()
+def _of_reals(talks: Talks) -> Talks:
+    return lambda call: talks(call) if call.operands[0].torch_dtype.is_floating_point else []
+
+
+def _along_dim(how: str, implementation: Implementation) -> Talks:
+    return _of_reals(_talks(how, implementation, lambda call: [dim_of(call)]))
+
+
+def _over_dims(how: str, implementation: Implementation) -> Talks:
+    return _of_reals(_talks(how, implementation, dims_of))
+
+
+def _extreme_talks(call: Call) -> Sequence[Talk]:
+    """Not with places beside (`max.dim`): those would have to travel with the values."""
+    return _over_dims("extreme", extreme_cut)(call) if len(call.results) == 1 else []
+
+
+def _norm_talks(call: Call) -> Sequence[Talk]:
+    special = _order(call) in (0, 1, math.inf, -math.inf)
+    return [] if special else _over_dims("vector_norm", vector_norm_cut)(call)
+
+
+_SOFTMAX = Op(along, talks=_along_dim("softmax", softmax_cut))
+_LOG_SOFTMAX = Op(along, talks=_along_dim("log_softmax", log_softmax_cut))
+_LOGSUMEXP = Op(coupled, talks=_over_dims("logsumexp", logsumexp_cut))
+_COUPLED = "argmax argmin any all prod aminmax nanmean linalg_norm linalg_matrix_norm frobenius_norm nuclear_norm"
 
 REDUCE: dict[str, Op] = {
     "aten.sum": Op(linear),
-    "aten.nansum": Op(linear),
     "aten.mean": Op(linear, local=mean_of_piece),
-    **{f"aten.{name}": Op(coupled) for name in _COUPLED},
+    "aten.nansum": Op(counted),
+    "aten.count_nonzero": Op(counted),
+    "aten.histc": Op(histogram),
+    **entries(_COUPLED, Op(coupled)),
+    **entries("amax amin max min", Op(coupled, talks=_extreme_talks)),
     # With two tensors these compare element by element.
     "aten.max.other": Op("f[..., ...] -> ..."),
     "aten.min.other": Op("f[..., ...] -> ..."),
-    **{f"aten.{name}": Op(along) for name in ("cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "msort")},
-    "aten.cumsum": Op(linear_along),
-    **{f"aten.{name}": Op(top) for name in ("topk", "kthvalue", "median", "nanmedian", "mode")},
-    "aten.softmax": Op(along, talks=_cut_dim("softmax", softmax_cut)),  # type: ignore[arg-type]
-    "aten._softmax": Op(along, talks=_cut_dim("softmax", softmax_cut)),  # type: ignore[arg-type]
-    "aten.log_softmax": Op(along, talks=_cut_dim("log_softmax", log_softmax_cut)),  # type: ignore[arg-type]
-    "aten._log_softmax": Op(along, talks=_cut_dim("log_softmax", log_softmax_cut)),  # type: ignore[arg-type]
-    "aten.cosine_similarity": Op(lambda call: _pairwise(call)),
-    "aten.cdist": Op("f[... m K, ... n K] -> ... m n"),
+    **entries("var std var_mean std_mean", Op(coupled, talks=_over_dims("variance", variance_cut))),
+    "aten.norm": Op(vector_norm, talks=_norm_talks),
+    "aten.linalg_vector_norm": Op(vector_norm, talks=_norm_talks),
+    "aten.logsumexp": _LOGSUMEXP,
+    "aten.special_logsumexp": _LOGSUMEXP,
+    **entries("cumprod cummax cummin logcumsumexp sort argsort", Op(along)),
+    "aten.msort": Op(along_first),
+    "aten.renorm": Op(along_all_but),
+    "aten.cumsum": Op(
+        linear_along,
+        talks=_talks("cumulative_sum", cumulative_sum_cut, lambda call: [dim_of(call)], in_one_block=True),
+    ),
+    "aten.diff": Op(differences),
+    "aten.trapezoid": Op(trapezoid),
+    "aten.cumulative_trapezoid": Op(trapezoid),
+    **entries("topk kthvalue median nanmedian mode", Op(top)),
+    "aten.quantile": Op(quantile),
+    "aten.nanquantile": Op(quantile),
+    **entries("softmax _softmax special_softmax", _SOFTMAX),
+    **entries("log_softmax _log_softmax special_log_softmax", _LOG_SOFTMAX),
+    "aten._safe_softmax": Op(along, talks=_along_dim("softmax", safe_softmax_cut)),
+    "aten.cosine_similarity": Op(pairwise),
+    "aten.pairwise_distance": Op(pairwise),
+    "aten.dist": Op(distance),
+    "aten.cdist": Op(distances),
+    "aten.pdist": Op("f[M K] -> N"),
+    "aten.cov": Op(all_whole),
+    "aten.corrcoef": Op(all_whole),
 }
-
-
-def _pairwise(call: Call) -> str:
-    rank = max(len(shape) for shape in call.shapes)
-    dim = call.arg("dim") % rank
-    names = letters(rank, [dim])
-    sides = [spec(names[rank - len(shape) :]) for shape in call.shapes]
-    return f"f[{', '.join(sides)}] -> {spec([n for d, n in enumerate(names) if d != dim])}"

@@ -1,23 +1,24 @@
-"""Ops over windows of space: batch and channels are independent, space stays whole."""
+"""Ops over windows of space: batch and channels are independent; space is, where windows lie side by side."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from lopsided.ops.op import Call, Op, Written
+from lopsided.ops.op import Call, Local, Op, Written, entries, spec
+from lopsided.ops.products import tiles
+from lopsided.ops.reduce import mean_of_piece
 
 
-def _space(call: Call) -> int:
+def _rank(call: Call) -> int:
     found = re.search(r"([123])d", call.node.op)
     return int(found.group(1)) if found else len(call.shapes[0]) - 2
 
 
 def _windows(call: Call, *, linear: bool) -> str:
-    rank = _space(call)
-    before = " ".join(f"X{k}" for k in range(rank))
-    after = " ".join(f"Y{k}" for k in range(rank))
-    left = f"... {before}" if linear else f"f[... {before}]"
-    return f"{left} -> {', '.join([f'... {after}'] * len(call.results))}"
+    rank = _rank(call)
+    before, after = (spec(["...", *(f"{c}{k}" for k in range(rank))]) for c in "XY")
+    return f"{before if linear else f'f[{before}]'} -> {', '.join([after] * len(call.results))}"
 
 
 def linear(call: Call) -> str:
@@ -26,6 +27,68 @@ def linear(call: Call) -> str:
 
 def nonlinear(call: Call) -> str:
     return _windows(call, linear=False)
+
+
+def _pooled(call: Call, *, linear: bool) -> Written:
+    """Windows side by side may be cut between them, unless places in the whole are reported, too."""
+    rank = _rank(call)
+    windows, strides, paddings, dilations = (
+        _per_dim(call.arg(name), rank, otherwise)
+        for name, otherwise in (("kernel_size", 1), ("stride", 0), ("padding", 0), ("dilation", 1))
+    )
+    space = call.shapes[0][-rank:]
+    side_by_side = tiles(windows, [s or w for s, w in zip(strides, windows, strict=True)], paddings, dilations)
+    before, after, sizes = ["..."], ["..."], {}
+    for k, (tiled, window, size) in enumerate(zip(side_by_side, windows, space, strict=True)):
+        cuttable = tiled and not size % window and len(call.results) == 1
+        before.append(f"(x{k} K{k})" if cuttable else f"X{k}")
+        after.append(f"x{k}" if cuttable else f"Y{k}")
+        if cuttable:
+            sizes[f"K{k}"] = window
+    left = spec(before) if linear else f"f[{spec(before)}]"
+    return f"{left} -> {', '.join([spec(after)] * len(call.results))}", sizes
+
+
+def _per_dim(given: object, rank: int, otherwise: int) -> list[int]:
+    listed = [given] if isinstance(given, int) else list(given) if isinstance(given, Sequence) else []
+    listed = listed or [otherwise]
+    return listed * rank if len(listed) == 1 else listed
+
+
+def averaged(call: Call) -> Written:
+    return _pooled(call, linear=True)
+
+
+def largest(call: Call) -> Written:
+    return _pooled(call, linear=False)
+
+
+def adaptive_average(call: Call) -> str:
+    """Down to one element it is a mean over space, and a mean may be cut."""
+    rank = _rank(call)
+    if any(size != 1 for size in call.results[0][-rank:]):
+        return linear(call)
+    return f"{spec(['...', *(f'x{k}' for k in range(rank))])} -> {spec(['...', *['1'] * rank])}"
+
+
+def nearest(call: Call) -> Written:
+    """Where every element is repeated a whole number of times, space may be cut."""
+    rank = _rank(call)
+    before, after = call.shapes[0][-rank:], call.results[0][-rank:]
+    if any(new % old for old, new in zip(before, after, strict=True)):
+        return linear(call)
+    left, right = (spec([form.format(k) for k in range(rank)]) for form in ("x{0}", "(x{0} T{0})"))
+    return f"... {left} -> ... {right}", {
+        f"T{k}": new // old for k, (old, new) in enumerate(zip(before, after, strict=True))
+    }
+
+
+def nearest_of_piece(local: Local) -> object:
+    need, rank = local.rule.needs[0], _rank(local.call)
+    if not need.is_shard or need.dim < len(local.call.shapes[0]) - rank:
+        return local.run()
+    changed = {name: None for name in local.call.given() if name.startswith("scale")}
+    return local.run(output_size=list(local.shapes[0][-rank:]), **changed)
 
 
 def im2col(call: Call) -> Written:
@@ -47,22 +110,51 @@ def grid_sample(call: Call) -> str:
     return f"n c {before} * f[n {after} G] -> n c {after}"
 
 
-_DIMS = (1, 2, 3)
+def affine_grid(call: Call) -> str:
+    return f"n A B -> n {spec([f'Y{k}' for k in range(len(call.results[0]) - 2)])} A"
+
+
+def affine_grid_of_piece(local: Local) -> object:
+    return local.run(size=[local.tensors[0].shape[0], *local.call.arg("size")[1:]])
+
+
+def unpooled(call: Call) -> str:
+    rank = _rank(call)
+    # Each element goes to a place in the whole plane: pieces fill parts of it, and add up.
+    before, after = (spec(["...", *(f"{c}{k}" for k in range(rank))]) for c in "xY")
+    return f"{before} * f[{before}] -> {after}"
+
+
+def unpooled_of_piece(local: Local) -> object:
+    x = local.tensors[0]
+    return local.run() if x.numel() else x.new_zeros(local.shapes[0]) + x.sum()  # the kernel refuses an empty piece
+
+
+_NEAREST = (
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d"
+    " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
+)
 _UPSAMPLE = (
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d"
-    " _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d"
+    "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d"
     " _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
-).split()
+)
 
 WINDOWS: dict[str, Op] = {
-    **{f"aten.max_pool{d}d": Op(nonlinear) for d in _DIMS},
-    **{f"aten.max_pool{d}d_with_indices": Op(nonlinear) for d in _DIMS},
-    **{f"aten.avg_pool{d}d": Op(linear) for d in _DIMS},
-    **{f"aten.adaptive_avg_pool{d}d": Op(linear) for d in _DIMS},
-    **{f"aten.adaptive_max_pool{d}d": Op(nonlinear) for d in _DIMS},
-    **{f"aten.{name}": Op(linear) for name in _UPSAMPLE},
+    **entries("max_pool1d max_pool2d max_pool3d", Op(largest)),
+    **entries("max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices", Op(largest)),
+    **entries("avg_pool1d avg_pool2d avg_pool3d", Op(averaged)),
+    **entries(
+        "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+        Op(adaptive_average, local=mean_of_piece),
+    ),
+    **entries("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d", Op(nonlinear)),
+    **entries("max_unpool2d max_unpool3d", Op(unpooled, local=unpooled_of_piece)),
+    **entries(_NEAREST, Op(nearest, local=nearest_of_piece)),
+    **entries(_UPSAMPLE, Op(linear)),
     "aten.im2col": Op(im2col),
     "aten.col2im": Op(col2im),
     "aten.grid_sampler": Op(grid_sample),
     "aten.grid_sampler_2d": Op(grid_sample),
+    "aten.grid_sampler_3d": Op(grid_sample),
+    "aten.affine_grid_generator": Op(affine_grid, local=affine_grid_of_piece),
 }

@@ -1,4 +1,4 @@
-"""Samples of ops that pick and place by index: indices that repeat, that are fewer than what they pick from."""
+"""Samples of ops that pick and place by index: indices that repeat, or are fewer than there is to pick."""
 
 from __future__ import annotations
 
@@ -27,11 +27,26 @@ def _tables(draw: Draw) -> Iterator[Sample]:
     yield sample(embedding, draw.real(6, 4), draw.below(6))
     for mode in (0, 1):
         yield sample(
-            "aten.embedding_bag.default", draw.real(6, 4), draw.below(6, 9), torch.tensor([0, 2, 2, 6, 7]), False, mode
+            "aten.embedding_bag.default",
+            draw.real(6, 4),
+            draw.below(6, 9),
+            torch.tensor([0, 2, 2, 6, 7]),
+            False,
+            mode,
         )
     yield sample(
         "aten.embedding_bag.padding_idx",
-        *(draw.real(6, 4), draw.below(6, 9), torch.tensor([0, 2, 2, 6, 7]), False, 0, False, draw.real(9), False, 1),
+        *(
+            draw.real(6, 4),
+            draw.below(6, 9),
+            torch.tensor([0, 2, 2, 6, 7]),
+            False,
+            0,
+            False,
+            draw.real(9),
+            False,
+            1,
+        ),
     )
     yield sample("aten.one_hot.default", draw.below(6, 5, 4), 6)
 
@@ -53,7 +68,7 @@ def _places(draw: Draw) -> Iterator[Sample]:
     every = torch.stack([draw.order(6)[:4] for _ in range(5)])
     yield sample("aten.scatter.src", draw.real(5, 6), 1, every, draw.real(5, 4))
     yield sample("aten.scatter.src", draw.real(5, 6), 1, every[:3], draw.real(3, 4))
-    yield sample("aten.scatter.src", draw.real(5, 6), 1, every[:3], draw.real(5, 7))
+    yield sample("aten.scatter.src", draw.real(5, 6), 1, every[:3], draw.constant(5, 7))
     yield sample("aten.scatter.value", draw.real(5, 6), 1, every, 0.5)
     yield sample("aten.scatter.value", draw.real(5, 6), 1, every, 0)
     yield sample("aten.scatter.reduce", draw.constant(5, 6), 1, draw.below(6, 5, 4), draw.constant(5, 4), reduce="add")
@@ -88,7 +103,13 @@ def _advanced(draw: Draw) -> Iterator[Sample]:
         yield sample("aten.index_put.default", draw.real(6, 5), [where], draw.real(count, 5), accumulate)
         yield sample("aten.index_put.default", draw.real(5, 6), [None, where], draw.real(5, count), accumulate)
         yield sample("aten.index_put.default", draw.real(6, 5), [where], draw.real(), accumulate)
-        yield sample("aten.index_put.default", draw.real(5, 6, 4), [None, where, draw.below(4, count)], draw.real(count), accumulate)
+        yield sample(
+            "aten.index_put.default",
+            draw.real(5, 6, 4),
+            [None, where, draw.below(4, count)],
+            draw.real(count),
+            accumulate,
+        )
         yield sample("aten.index_put.default", draw.real(5, 4), [draw.truths(5, 4)], draw.real(), accumulate)
 
 

@@ -9,7 +9,16 @@ from lopsided.validate import Sample, sample
 
 
 def samples(draw: Draw) -> Iterator[Sample]:
-    for name in ("linalg_inv", "inverse", "linalg_cholesky", "cholesky", "linalg_det", "det", "logdet", "linalg_slogdet"):
+    for name in (
+        "linalg_inv",
+        "inverse",
+        "linalg_cholesky",
+        "cholesky",
+        "linalg_det",
+        "det",
+        "logdet",
+        "linalg_slogdet",
+    ):
         yield sample(f"aten.{name}.default", draw.well_conditioned(5, n=4))
     for name in ("slogdet", "linalg_matrix_exp", "matrix_exp", "linalg_eigvalsh", "linalg_svdvals"):
         yield sample(f"aten.{name}.default", draw.well_conditioned(5, n=4))

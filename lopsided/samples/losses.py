@@ -31,16 +31,38 @@ def _elementwise(draw: Draw) -> Iterator[Sample]:
         yield sample("aten.hinge_embedding_loss.default", draw.real(5, 4), signs, 1.0, reduction)
         yield sample("aten.margin_ranking_loss.default", draw.real(5), draw.real(5), signs[:, 0], 0.3, reduction)
         yield sample(
-            "aten.binary_cross_entropy.default", draw.positive(5, 4), draw.constant(5, 4, low=0, high=1), None, reduction
+            "aten.binary_cross_entropy.default",
+            draw.positive(5, 4),
+            draw.constant(5, 4, low=0, high=1),
+            None,
+            reduction,
         )
         yield sample(
             "aten.binary_cross_entropy_with_logits.default",
-            *(draw.real(5, 4), draw.positive(5, 4), draw.positive(4, grad=False), draw.positive(5, 1, grad=False)),
+            *(
+                draw.real(5, 4),
+                draw.positive(5, 4),
+                draw.positive(4, grad=False),
+                draw.positive(5, 1, grad=False),
+            ),
             reduction,
         )
-        yield sample("aten.poisson_nll_loss.default", draw.real(5, 4), draw.positive(5, 4), True, False, 1e-8, reduction)
+        yield sample(
+            "aten.poisson_nll_loss.default",
+            draw.real(5, 4),
+            draw.positive(5, 4),
+            True,
+            False,
+            1e-8,
+            reduction,
+        )
     yield sample("aten.mse_loss.default", draw.real(5, 4), draw.real(4))
-    yield sample("aten.binary_cross_entropy.default", draw.positive(5, 4), draw.truths(5, 4).double(), draw.constant(4, low=0))
+    yield sample(
+        "aten.binary_cross_entropy.default",
+        draw.positive(5, 4),
+        draw.truths(5, 4).double(),
+        draw.constant(4, low=0),
+    )
     yield sample("aten.kl_div.default", draw.real(5, 4), draw.real(5, 4), log_target=True)
 
 
@@ -51,7 +73,9 @@ def _targets(draw: Draw, *shape: int, classes: int, ignored: int | None) -> Tens
 
 def _cross_entropy(draw: Draw) -> Iterator[Sample]:
     cross_entropy = "aten.cross_entropy_loss.default"
-    for reduction, ignored, smoothing, weighted in itertools.product(_REDUCTIONS, (None, 2, -100), (0.0, 0.2), (False, True)):
+    for reduction, ignored, smoothing, weighted in itertools.product(
+        _REDUCTIONS, (None, 2, -100), (0.0, 0.2), (False, True)
+    ):
         weight = draw.positive(6, grad=False) if weighted else None
         target = _targets(draw, 5, classes=6, ignored=ignored)
         number = -100 if ignored is None else ignored

@@ -78,12 +78,15 @@ def _einsums(draw: Draw) -> Iterator[Sample]:
 
 def _convolutions(draw: Draw) -> Iterator[Sample]:
     space: tuple[int, ...]
-    for rank, space in ((1, (7,)), (2, (5, 6)), (3, (3, 4, 3))):
+    for rank, space in ((1, (7,)), (2, (5, 6)), (3, (4, 3, 3))):
         kernel = (3, 2, 2)[:rank]
         yield sample(f"aten.conv{rank}d.default", draw.real(2, 4, *space), draw.real(6, 4, *kernel), draw.real(6))
         overload = "default" if rank == 1 else "input"
         yield sample(
-            f"aten.conv_transpose{rank}d.{overload}", draw.real(2, 4, *space), draw.real(4, 6, *kernel), draw.real(6)
+            f"aten.conv_transpose{rank}d.{overload}",
+            draw.real(2, 4, *space),
+            draw.real(4, 6, *kernel),
+            draw.real(6),
         )
     conv, transposed = "aten.conv2d.default", "aten.conv_transpose2d.input"
     yield sample(conv, draw.real(2, 4, 5, 6), draw.real(6, 4, 3, 3), None, [2, 1], [1, 1])
@@ -96,7 +99,14 @@ def _convolutions(draw: Draw) -> Iterator[Sample]:
     yield sample("aten.conv1d.default", draw.real(2, 4, 7), draw.real(4, 1, 3), draw.real(4), [1], [2], [1], 4)
     for rank in (1, 2, 3):
         space = (7, 5, 3)[:rank]
-        yield sample(f"aten.conv{rank}d.padding", draw.real(2, 4, *space), draw.real(6, 4, *[3] * rank), None, [1], "same")
+        yield sample(
+            f"aten.conv{rank}d.padding",
+            draw.real(2, 4, *space),
+            draw.real(6, 4, *[3] * rank),
+            None,
+            [1],
+            "same",
+        )
     yield sample(transposed, draw.real(2, 8, 3, 4), draw.real(8, 3, 2, 2), draw.real(12), [2, 2], [0, 0], [0, 0], 4)
     yield sample(transposed, draw.real(4, 3, 4), draw.real(4, 6, 2, 2), draw.real(6))
     for is_transposed in (False, True):
@@ -136,7 +146,11 @@ def _attention(draw: Draw) -> Iterator[Sample]:
 
 def _recurrent(draw: Draw) -> Iterator[Sample]:
     def weights(gates: int, hidden: int, inputs: int, bias: bool = True) -> list[torch.Tensor]:
-        shapes = [(gates * hidden, inputs), (gates * hidden, hidden), *([(gates * hidden,)] * 2 if bias else [])]
+        shapes = [
+            (gates * hidden, inputs),
+            (gates * hidden, hidden),
+            *([(gates * hidden,)] * 2 if bias else []),
+        ]
         return [draw.real(*shape) for shape in shapes]
 
     for first in (False, True):
@@ -163,7 +177,7 @@ def _recurrent(draw: Draw) -> Iterator[Sample]:
 
 
 def _grouped(draw: Draw) -> Iterator[Sample]:
-    """The kernel knows no float64: whole numbers in float32 are exact, too, as long as no gradient is asked for."""
+    """The kernel knows no float64: whole numbers in float32 are nearly as good, without gradients."""
 
     def whole_numbers(*shape: int) -> torch.Tensor:
         return draw.below(9, *shape, start=-8).float()

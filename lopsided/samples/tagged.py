@@ -1,6 +1,6 @@
-"""Samples made for every op that torch tags as pointwise: one tensor per tensor argument, numbers for the rest.
+"""Samples made for every op that torch tags as pointwise: tensors for tensor arguments, numbers for the rest.
 
-Backward kernels are left out (autograd calls them, models do not), and so are ops that accept none of the data below.
+Backward kernels are left out (autograd calls them, models do not), and so are ops that refuse the data below.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 from lopsided.samples.draw import Draw
 from lopsided.validate import Sample
@@ -22,7 +22,7 @@ _SHAPES = ((5, 4), (4,), (5, 1))
 def samples(draw: Draw) -> Iterator[Sample]:
     for name in sorted(dir(torch.ops.aten)):
         packet = getattr(torch.ops.aten, name)
-        for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
+        for overload in packet._overload_names if isinstance(packet, OpOverloadPacket) else ():
             op = getattr(packet, overload)
             if _is_sampled(op) and (found := _first_that_runs(op, draw)) is not None:
                 yield found
@@ -33,8 +33,8 @@ def _is_sampled(op: OpOverload) -> bool:
         torch.Tag.pointwise in op.tags
         and torch.Tag.nondeterministic_seeded not in op.tags
         and not op._schema.is_mutable
-        and "backward" not in op.name()
-        and not op.name().startswith("aten::_foreach")
+        and "backward" not in str(op)
+        and "_foreach" not in str(op)
     )
 
 

@@ -129,7 +129,7 @@ def _joins(draw: Draw) -> Iterator[Sample]:
         yield sample(f"aten.{name}.default", [draw.real(5, 4), draw.real(5, 4)], -1)
     yield sample("aten.cat.default", [draw.real(5, 4), draw.real(5, 6)], 1)
     yield sample("aten.cat.default", [draw.real(4, 5), draw.real(4, 5), draw.real(4, 5)])
-    yield sample("aten.cat.default", [draw.real(5, 4), draw.real(0)], 1)
+    yield sample("aten.cat.default", [draw.truths(0), draw.real(5, 4)], 1)  # an empty cache
     yield sample("aten.cat.default", [draw.real(5, 4)], 1)
     yield sample("aten.stack.default", [draw.real(5, 4), draw.real(5, 4)], -1)
     yield sample("aten.stack.default", [draw.real(5, 4), draw.real(5, 4), draw.real(5, 4)])

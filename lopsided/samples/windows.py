@@ -29,7 +29,14 @@ def _pools(draw: Draw) -> Iterator[Sample]:
         yield sample(f"aten.adaptive_avg_pool{rank}d.default", draw.real(5, 3, *space), one)
     picked = torch.stack([draw.order(24)[:6] for _ in range(15)]).reshape(5, 3, 3, 2)
     yield sample("aten.max_unpool2d.default", draw.real(5, 3, 3, 2), picked, [6, 4])
-    yield sample("aten.max_unpool3d.default", draw.real(5, 3, 1, 3, 2), picked.unsqueeze(2), [1, 6, 4], [1, 2, 2], [0, 0, 0])
+    yield sample(
+        "aten.max_unpool3d.default",
+        draw.real(5, 3, 1, 3, 2),
+        picked.unsqueeze(2),
+        [1, 6, 4],
+        [1, 2, 2],
+        [0, 0, 0],
+    )
 
 
 def _upsamples(draw: Draw) -> Iterator[Sample]:

@@ -2,7 +2,7 @@
 
 `build("bert", layers=24)` gives a module and a batch; `module(**batch)` is a scalar loss. Under
 `with torch.device("meta")` both have shapes and no memory. `SMALL` names a version of each that runs in tens
-of milliseconds, in sizes that do not divide evenly.
+of milliseconds, in sizes that do not divide evenly. A size whose default is 0 follows the width.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def check_range(name: str, key: str, value: Size, default: Size) -> None:
     if isinstance(default, str | bool) or isinstance(value, str):
         return
     fraction = isinstance(default, float) and default < 1
-    low = min(default, 1)  # gpt2's ffn is 0 by default, which means "follow width"
+    low = min(default, 1)  # 0 as a default means: follow the width
     if fraction and not 0 <= value < 1:
         raise ModelError(
             f"{key}={value} is not a fraction", where=f"model {name!r}", do=f"choose 0 <= {key} < 1"

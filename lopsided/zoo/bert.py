@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lopsided.zoo.parts import Built, embedding, next_tokens, require, require_divides
+from lopsided.zoo.parts import (
+    Built,
+    embedding,
+    heads_for,
+    in_proportion,
+    next_tokens,
+    require,
+    require_divides,
+)
 
 
 class SelfAttention(nn.Module):
@@ -147,13 +155,15 @@ def bert(
     batch: int = 32,
     layers: int = 12,
     width: int = 768,
-    heads: int = 12,
-    ffn: int = 3072,
+    heads: int = 0,
+    ffn: int = 0,
     seq: int = 128,
-    vocab: int = 33280,
+    vocab: int = 0,
     dropout: float = 0.1,
 ) -> Built:
     """HAP's BERT: 136,205,824 parameters at the defaults."""
+    heads, ffn = heads or heads_for(width, 64), ffn or 4 * width
+    vocab = vocab or in_proportion(33280, width, 768)
     require_divides("heads", heads, "width", width)
     blocks = [
         EncoderLayer(width, heads, dropout, FeedForward(width, ffn, dropout), causal=True)
@@ -168,14 +178,16 @@ def bert_moe(
     batch: int = 32,
     layers: int = 12,
     width: int = 768,
-    heads: int = 12,
-    ffn: int = 3072,
+    heads: int = 0,
+    ffn: int = 0,
     seq: int = 128,
-    vocab: int = 33280,
+    vocab: int = 0,
     dropout: float = 0.1,
     experts: int = 16,
 ) -> Built:
     """HAP's BERT-MoE, every second layer a mixture: 560,929,792 parameters at the defaults."""
+    heads, ffn = heads or heads_for(width, 64), ffn or 4 * width
+    vocab = vocab or in_proportion(33280, width, 768)
     require_divides("heads", heads, "width", width)
     require(experts >= 2, f"experts={experts}, but each token goes to two", "choose experts=2 or more")
     blocks = [

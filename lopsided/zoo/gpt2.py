@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lopsided.zoo.parts import Built, embedding, next_tokens, require_divides
+from lopsided.zoo.parts import Built, embedding, heads_for, in_proportion, next_tokens, require_divides
 
 
 class CausalAttention(nn.Module):
@@ -87,20 +87,22 @@ def gpt2(
     batch: int = 8,
     layers: int = 12,
     width: int = 768,
-    heads: int = 12,
+    heads: int = 0,
     ffn: int = 0,
-    seq: int = 1024,
-    vocab: int = 50304,
+    seq: int = 0,
+    vocab: int = 0,
     dropout: float = 0.1,
     tied: bool = True,
 ) -> Built:
-    """GPT-2 small with a padded vocabulary; `ffn=0` means four times the width."""
+    """GPT-2 small with a padded vocabulary: 124,475,904 parameters at the defaults."""
+    heads, ffn = heads or heads_for(width, 64), ffn or 4 * width
+    seq, vocab = seq or in_proportion(1024, width, 768), vocab or in_proportion(50304, width, 768)
     require_divides("heads", heads, "width", width)
     model = GPT2(
         layers=layers,
         width=width,
         heads=heads,
-        ffn=ffn or 4 * width,
+        ffn=ffn,
         seq=seq,
         vocab=vocab,
         dropout=dropout,

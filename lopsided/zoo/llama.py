@@ -6,7 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lopsided.zoo.parts import Built, embedding, next_tokens, require, require_divides
+from lopsided.zoo.parts import (
+    Built,
+    embedding,
+    heads_for,
+    in_proportion,
+    next_tokens,
+    require,
+    require_divides,
+)
 
 IGNORED = -100
 """The label of a token that does not count, as F.cross_entropy has it."""
@@ -107,14 +115,21 @@ def llama(
     batch: int = 1,
     layers: int = 32,
     width: int = 4096,
-    heads: int = 32,
-    kv_heads: int = 8,
-    ffn: int = 14336,
-    seq: int = 2048,
-    vocab: int = 128256,
+    heads: int = 0,
+    kv_heads: int = 0,
+    ffn: int = 0,
+    seq: int = 0,
+    vocab: int = 0,
     rope_base: float = 500000.0,
 ) -> Built:
-    """Llama-3-8B at the defaults: 8,030,261,248 parameters."""
+    """Llama-3-8B at the defaults: 8,030,261,248 parameters; `layers=80,width=8192` is the 70B.
+
+    `kv_heads=0` means 8, or half the heads where there are no more than 8; `ffn=0` means 3.5 times the width.
+    """
+    heads = heads or heads_for(width, 128)
+    kv_heads = kv_heads or (8 if heads > 8 and heads % 8 == 0 else max(heads // 2, 1))
+    ffn = ffn or 7 * width // 2
+    seq, vocab = seq or in_proportion(2048, width, 4096), vocab or in_proportion(128256, width, 4096)
     require_divides("heads", heads, "width", width)
     require_divides("kv_heads", kv_heads, "heads", heads)
     require(

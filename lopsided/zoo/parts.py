@@ -26,6 +26,20 @@ def require_divides(small: str, small_value: int, big: str, big_value: int) -> N
     )
 
 
+def heads_for(width: int, head: int) -> int:
+    """How many heads a width has by default: of `head` channels each, or of 16 where four would not fit."""
+    heads = max(width // (head if width >= 4 * head else 16), 1)
+    return next(h for h in range(heads, 0, -1) if width % h == 0)
+
+
+def in_proportion(full: int, width: int, full_width: int) -> int:
+    """A size that was not given: as in the full model, or as much smaller as the model is narrower.
+
+    A narrow model with a full vocabulary would be a vocabulary with little else: gigabytes of logits.
+    """
+    return full if width >= full_width else max(full * width // full_width, 16)
+
+
 def random_tokens(*shape: int, below: int, seed: int = 0) -> Tensor:
     """Whole numbers in [0, below), the same on every device."""
     device = torch.get_default_device()

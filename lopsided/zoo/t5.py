@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lopsided.zoo.parts import Built, embedding, random_tokens, require, require_divides
+from lopsided.zoo.parts import (
+    Built,
+    embedding,
+    heads_for,
+    in_proportion,
+    random_tokens,
+    require,
+    require_divides,
+)
 
 IGNORED = -100
 """The label of a token that does not count, as F.cross_entropy has it."""
@@ -161,16 +169,19 @@ def t5(
     batch: int = 8,
     layers: int = 6,
     width: int = 512,
-    heads: int = 8,
-    ffn: int = 2048,
-    seq: int = 512,
-    target_seq: int = 128,
-    vocab: int = 32128,
+    heads: int = 0,
+    ffn: int = 0,
+    seq: int = 0,
+    target_seq: int = 0,
+    vocab: int = 0,
     buckets: int = 32,
     dropout: float = 0.1,
     tied: bool = True,
 ) -> Built:
     """T5-small at the defaults: 60,506,624 parameters. `layers` counts those of the encoder alone."""
+    heads, ffn = heads or heads_for(width, 64), ffn or 4 * width
+    seq, vocab = seq or in_proportion(512, width, 512), vocab or in_proportion(32128, width, 512)
+    target_seq = target_seq or in_proportion(128, width, 512)
     require_divides("heads", heads, "width", width)
     require_divides("4", 4, "buckets", buckets)
     require(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lopsided.errors import ModelError
 from lopsided.zoo.bert import EncoderLayer, FeedForward
-from lopsided.zoo.parts import Batch, Built, random_tokens, random_values, require, require_divides
+from lopsided.zoo.parts import Batch, Built, heads_for, random_tokens, random_values, require, require_divides
 
 # Convolutions before each of the five poolings of VGG-19, and their width relative to the first.
 VGG19_STAGES = ((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))
@@ -89,14 +89,15 @@ def vit(
     batch: int = 32,
     layers: int = 12,
     width: int = 768,
-    heads: int = 12,
-    ffn: int = 3072,
+    heads: int = 0,
+    ffn: int = 0,
     image: int = 32,
     patch: int = 4,
     classes: int = 10,
     dropout: float = 0.1,
 ) -> Built:
     """HAP's ViT: 85,150,474 parameters at the defaults."""
+    heads, ffn = heads or heads_for(width, 64), ffn or 4 * width
     require_divides("heads", heads, "width", width)
     require_divides("patch", patch, "image", image)
     tokens = (image // patch) ** 2 + 1

@@ -1,4 +1,4 @@
-"""Ops that draw random numbers: on whole values the same everywhere, on pieces each its own part of one draw."""
+"""Ops that draw random numbers: on whole values the same everywhere, on pieces each its part of one draw."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def rrelu(local: Local) -> Tensor:
 
 def bernoulli(local: Local) -> Tensor:
     # The probability is the last tensor, or a number.
-    probability = local.tensors[-1] if "p" not in local.call.given() or local.call.is_tensor("p") else local.call.arg("p")
+    probability = (
+        local.tensors[-1] if "p" not in local.call.given() or local.call.is_tensor("p") else local.call.arg("p")
+    )
     return (local.draw() < probability).to(local.tensors[0].dtype)
 
 
@@ -113,7 +115,9 @@ def multinomial(local: Local) -> Tensor:
     p = local.tensors[0]
     if local.call.arg("replacement"):
         upto = p.cumsum(-1)
-        return torch.searchsorted(upto, local.draw().to(p.dtype) * upto[..., -1:], right=True).clamp_max(p.shape[-1] - 1)
+        return torch.searchsorted(upto, local.draw().to(p.dtype) * upto[..., -1:], right=True).clamp_max(
+            p.shape[-1] - 1
+        )
     give: Placement = local.rule.gives[0]
     noise = -local.random.uniform(local, local.call.shapes[0], give).clamp_min(1e-12).log()
     return (p / noise.to(p.dtype)).topk(int(local.call.arg("num_samples")), -1).indices

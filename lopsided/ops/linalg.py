@@ -1,0 +1,36 @@
+"""Linear algebra on stacks of matrices: the stack may be cut, a matrix stays whole."""
+
+from __future__ import annotations
+
+from lopsided.ops.op import Call, Op, entries
+
+
+def factored(call: Call) -> str:
+    """Each result belongs to one matrix of the stack: a matrix, a vector or a number."""
+    stack = len(call.shapes[0]) - 2
+    results = [
+        " ".join(["...", *(f"Y{k}{d}" for d in range(len(shape) - stack))]) for k, shape in enumerate(call.results)
+    ]
+    return f"f[... X Z] -> {', '.join(results)}"
+
+
+def solve(call: Call) -> str:
+    """Linear in the right-hand side, whose columns are independent."""
+    left = call.arg("left") is not False
+    if len(call.shapes[1]) == 1 or len(call.shapes[1]) == len(call.shapes[0]) - 1:
+        return "f[... X Z] * ... X -> ... Z"
+    return "f[... X Z] * ... X k -> ... Z k" if left else "f[... X Z] * ... k Z -> ... k X"
+
+
+_FACTORED = (
+    "linalg_inv inverse linalg_cholesky cholesky linalg_det det logdet linalg_slogdet slogdet linalg_pinv"
+    " linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power linalg_eigvalsh linalg_svdvals"
+    " linalg_eigh linalg_qr linalg_svd"
+)
+
+LINALG: dict[str, Op] = {
+    **entries(_FACTORED, Op(factored)),
+    "aten.linalg_solve": Op(solve),
+    "aten.linalg_solve_triangular": Op(solve),
+    "aten.cholesky_solve": Op("... X k * f[... X Z] -> ... X k"),
+}
