@@ -79,9 +79,7 @@ def main() -> None:
     print(f"llama 70B  {large['nodes']} nodes, {large['seconds']:.1f} s, peak {large['peak_gb']:.2f} GB")
     command = [sys.executable, "-m", "lopsided", "verify", VERIFY, "--programs", "50", "--json"]
     wall = timed(
-        lambda: record_verify.append(
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        )
+        lambda: record_verify.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     )
     verified = json.loads(record_verify[0])
     print(f"verify     {VERIFY}, 50 programs: {wall:.1f} s, worst error {verified['worst_error']:.1e}")

@@ -68,7 +68,8 @@ def main() -> None:
             rows.append(row | {"attention": attention})
             if row["captured"]:
                 print(
-                    f"{'same' if row['passed'] else 'WRONG':<8}{row['worst_error']:.0e}  {row['nodes']:>5} nodes  {attention:<6}{spec}",
+                    f"{'same' if row['passed'] else 'WRONG':<8}{row['worst_error']:.0e}  {row['nodes']:>5} nodes  "
+                    f"{attention:<6}{spec}",
                     flush=True,
                 )
             else:

@@ -17,9 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def write(name: str, results: dict[str, Any]) -> Path:
     """Write `results/NAME.json`."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     about = {
         "command": f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
         "commit": commit.stdout.strip() or "unknown",

@@ -24,7 +24,7 @@ are called. Everything else is derived.
 
 | written | means |
 |---|---|
-| `... i * o i + o -> ... o` | `linear`: lower-case indices are independent and may be cut; absent on the right: summed |
+| `... i * o i + o -> ... o` | `linear`: lower case is independent and may be cut; absent on the right: summed |
 | `K` | capital: the op couples along it, keep it whole (a talking rule may still cut it) |
 | `a + b` | summands: each must be partial for the result to be partial |
 | `a * b` | linear in each operand separately: one partial operand passes through, and factor broadcasting applies |
@@ -34,9 +34,9 @@ are called. Everything else is derived.
 | `1`, `()` | a dim of length one; a tensor without dims |
 | `...` | any leading dims, aligned at the right as broadcasting does |
 
-From a line follow: all `I`; all `R`; for every index that may be cut, `S` where it is carried and `R` where it is not; the `P`
-rules of sums and products; and `[sfb]` rules, where a factor that lacks the cut index is used as `I` and its gradient
-comes from gathered factors. A dim of length one is broadcast: that operand does not carry the index.
+From a line follow: all `I`; all `R`; for every index that may be cut, `S` where it is carried and `R` where it is
+not; the `P` rules of sums and products; and `[sfb]` rules, where a factor that lacks the cut index is used as
+`I` and its gradient comes from gathered factors. A dim of length one is broadcast: that operand does not carry the index.
 
 The lines below are those of the first sample of each op; ops whose line depends on arguments have more.
 """
@@ -56,9 +56,7 @@ def rules_page() -> str:
             if op:
                 call, _ = as_call(samples_of(op)[0])
                 described = describe_call(call, exact=False)
-                text, talks = (
-                    (described.text, [talk.how for talk in described.talks]) if described else ("", [])
-                )
+                text, talks = (described.text, [talk.how for talk in described.talks]) if described else ("", [])
             beside = [
                 *(f"cut anyway: {how}" for how in dict.fromkeys(talks)),
                 *(["random"] if entry.random else []),
@@ -82,20 +80,20 @@ def coverage_page(data: dict[str, Any]) -> str:
         NOTE,
         "# Hugging Face architectures\n",
         f"Randomly initialised, small; `{data['about']['command']}`, torch {data['about']['torch']}.\n",
-        f"**{len(classes)} architectures captured** ({len(captured)} with both kinds of attention counted), each run as "
-        f"{data['programs']} random programs on three unequal devices: worst relative error {worst:.0e} against one device in "
-        f"float64, {sum(row['passed'] for row in captured)} of {len(captured)} within 1e-9. "
-        f"{sum(bool(row['only_whole']) for row in captured)} have an op that can only run whole because nobody described it.\n",
+        f"**{len(classes)} architectures captured** ({len(captured)} with both kinds of attention counted), each run "
+        f"as {data['programs']} random programs on three unequal devices: worst relative error {worst:.0e} against "
+        f"one device in float64, {sum(row['passed'] for row in captured)} of {len(captured)} within 1e-9. "
+        f"{sum(bool(row['only_whole']) for row in captured)} have an op that can only run whole because nobody "
+        "described it.\n",
         "| architecture | attention | nodes | ops | rules by experiment | worst error |\n|---|---|---|---|---|---|",
     ]
     for row in captured:
         experiments = ", ".join(f"`{op}`" for op in row["by_experiment"])
         lines.append(
-            f"| `{row['spec']}` | {row['attention']} | {row['nodes']} | {row['ops']} | {experiments} | {row['worst_error']:.0e} |"
+            f"| `{row['spec']}` | {row['attention']} | {row['nodes']} | {row['ops']} | {experiments} "
+            f"| {row['worst_error']:.0e} |"
         )
-    lines.append(
-        "\n## Not captured\n\nThese build and train, and are refused with the line that stands in the way.\n"
-    )
+    lines.append("\n## Not captured\n\nThese build and train, and are refused with the line that stands in the way.\n")
     lines.append("| architecture | what | where | what to change |\n|---|---|---|---|")
     lines += [f"| `{r['spec']}` | {r['what']} | `{r['where']}` | {r['do']} |" for r in refused]
     return "\n".join(lines) + "\n"
@@ -111,18 +109,17 @@ def benchmarks_page(data: dict[str, Any]) -> str:
     ]
     for case in data["against_export"]:
         export, ours = (
-            sorted(case["seconds"][key])[len(case["seconds"][key]) // 2]
-            for key in ("export", "capture and rules")
+            sorted(case["seconds"][key])[len(case["seconds"][key]) // 2] for key in ("export", "capture and rules")
         )
         lines.append(f"| `{case['model']}` | {export:.2f} s | {ours:.2f} s | {case['ratio']:.2f} |")
     large, check = data["llama_70b"], data["verify"]
     lines.append(
-        f"\nA Llama of {large['parameters'] / 1e9:.1f} billion parameters on `meta`: {large['nodes']} nodes, capture and rules in "
-        f"{large['seconds']:.1f} s, peak memory of the whole process {large['peak_gb']:.2f} GB.\n"
+        f"\nA Llama of {large['parameters'] / 1e9:.1f} billion parameters on `meta`: {large['nodes']} nodes, "
+        f"capture and rules in {large['seconds']:.1f} s, peak memory of the whole process {large['peak_gb']:.2f} GB.\n"
     )
     lines.append(
-        f"`lopsided verify {check['model']} --programs {check['programs']}`: {check['wall_s']:.1f} s from the prompt and back, "
-        f"worst relative error {check['worst_error']:.0e}.\n"
+        f"`lopsided verify {check['model']} --programs {check['programs']}`: {check['wall_s']:.1f} s from the prompt "
+        f"and back, worst relative error {check['worst_error']:.0e}.\n"
     )
     return "\n".join(lines)
 

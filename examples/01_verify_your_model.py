@@ -34,8 +34,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     model, batch = recommender()
     result = lopsided.verify(model, batch, shares=(0.6, 0.3, 0.1), programs=25)
-    print(
-        f"{len(result.trials)} random programs, worst relative error {result.worst.error:.1e} ({result.worst.where})"
-    )
+    print(f"{len(result.trials)} random programs, worst relative error {result.worst.error:.1e} ({result.worst.where})")
     print("conversions used:", dict(result.conversions))
     assert result.passed

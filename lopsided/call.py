@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def batch_norm(
 OWN: dict[str, Callable[..., Any]] = {"lopsided.batch_norm.default": batch_norm}
 
 
-@lru_cache(maxsize=None)
+@cache
 def resolve_op(name: str) -> Callable[..., Any]:
     """The function behind the name of an op, for example `aten.linear.default`."""
     if name in OWN:
@@ -51,7 +51,7 @@ def resolve_op(name: str) -> Callable[..., Any]:
     return overload
 
 
-@lru_cache(maxsize=None)
+@cache
 def aten_overload(name: str) -> OpOverload | None:
     """The torch op of this name; only registered ops are looked up, never attributes of anything else."""
     namespace, _, rest = name.partition(".")
@@ -78,13 +78,11 @@ def filled(node: Node, operands: Sequence[Tensor], device: torch.device) -> tupl
     return args, kwargs
 
 
-@lru_cache(maxsize=None)
+@cache
 def _makes_tensors(op: str) -> bool:
     """A factory such as `arange`: it can be told where to make its tensor, by keyword."""
     overload = aten_overload(op)
-    return overload is not None and any(
-        a.name == "device" and a.kwarg_only for a in overload._schema.arguments
-    )
+    return overload is not None and any(a.name == "device" and a.kwarg_only for a in overload._schema.arguments)
 
 
 def _fill(arg: Arg, feed: Iterator[Tensor], device: torch.device) -> Any:

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -81,9 +81,7 @@ def without_unused(graph: Graph) -> Graph:
         if any(value.name in wanted for value in node.results):
             kept.append(node)
             wanted.update(node.operands)
-    leaves = tuple(
-        leaf for leaf in graph.leaves if leaf.kind in ("input", "parameter") or leaf.value.name in wanted
-    )
+    leaves = tuple(leaf for leaf in graph.leaves if leaf.kind in ("input", "parameter") or leaf.value.name in wanted)
     return Graph(leaves, tuple(reversed(kept)), graph.loss, graph.updates)
 
 
@@ -98,9 +96,7 @@ def flatten_batch(
     else:
         call = ((batch,), {})
     leaves, spec = pytree.tree_flatten_with_path(call)
-    names = [
-        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]) for path, _ in leaves
-    ]
+    names = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]) for path, _ in leaves]
     values = [value for _, value in leaves]
     tensors = {name: value for name, value in zip(names, values, strict=True) if isinstance(value, Tensor)}
 
@@ -125,9 +121,7 @@ def loss_of(output: object, batch: object, loss_fn: LossFn | None) -> Tensor:
             )
         loss = found
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
-        what = (
-            f"a {tuple(loss.shape)} {loss.dtype} tensor" if isinstance(loss, Tensor) else type(loss).__name__
-        )
+        what = f"a {tuple(loss.shape)} {loss.dtype} tensor" if isinstance(loss, Tensor) else type(loss).__name__
         raise CaptureError(
             f"the model returns {what} as its loss, not a floating-point scalar",
             do="reduce it to one number in the model, or pass loss_fn=lambda output, batch: ...",
@@ -236,11 +230,7 @@ def _explain(model: nn.Module, error: Exception) -> LopsidedError:
     link: BaseException | None = error
     while link is not None and link not in chain:
         if isinstance(link, LopsidedError):
-            return (
-                link
-                if link.where
-                else type(link)(link.what, where=_user_frame(link), do=link.do, **link.facts)
-            )
+            return link if link.where else type(link)(link.what, where=_user_frame(link), do=link.do, **link.facts)
         chain.append(link)
         link = link.__cause__ or link.__context__
     where = next((place for e in reversed(chain) if (place := _user_frame(e))), type(model).__name__)
@@ -249,9 +239,7 @@ def _explain(model: nn.Module, error: Exception) -> LopsidedError:
     cause = f"{type(error).__name__}: {said[0] if said else ''}"
     for words, what, do in _ADVICE:
         if any(word in text for word in words):
-            return CaptureError(
-                f"{type(model).__name__} cannot be captured: {what}", where=where, cause=cause, do=do
-            )
+            return CaptureError(f"{type(model).__name__} cannot be captured: {what}", where=where, cause=cause, do=do)
     return CaptureError(
         f"{type(model).__name__} cannot be captured",
         where=where,
@@ -273,7 +261,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 _ZOO = os.path.join(_HERE, "zoo") + os.sep
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_internal(file: str) -> bool:
     if file.startswith(_ZOO):
         return False
@@ -286,9 +274,7 @@ def _is_internal(file: str) -> bool:
 class _Tracer:
     """Walks the exported graph once, inlining sub-graphs, and collects leaves, nodes and buffer updates."""
 
-    def __init__(
-        self, model: nn.Module, exported: ExportedProgram, inputs: list[str], replaced: set[str]
-    ) -> None:
+    def __init__(self, model: nn.Module, exported: ExportedProgram, inputs: list[str], replaced: set[str]) -> None:
         self.replaced = replaced
         self.context = Context(_surrounding_autocast())
         self.regions: dict[fx.Node, str] = {}
@@ -311,14 +297,12 @@ class _Tracer:
             warnings.simplefilter("ignore")
             results = self.inline(module)
         loss = self.body.current(_name_of(results[0], "the loss"))
-        updates = tuple(
-            (b, self.body.current(v)) for b, v in self.body.updates.items() if self.body.current(v) != v
-        )
+        updates = tuple((b, self.body.current(v)) for b, v in self.body.updates.items() if self.body.current(v) != v)
         self.refuse_shared_memory([buffer for buffer, _ in updates])
         return Graph(tuple(self.leaves), tuple(self.body.nodes), loss, updates)
 
     def refuse_shared_memory(self, changed: list[str]) -> None:
-        """A buffer that changes must not be seen through another tensor of the model, unless that is the same tensor."""
+        """A buffer that changes must not be seen through another tensor of the model, unless it is that tensor."""
         tensors = {
             leaf.target: getattr(self.model, f"get_{leaf.kind}")(leaf.target)
             for leaf in self.leaves
@@ -335,15 +319,13 @@ class _Tracer:
 
     def leaf(self, node: fx.Node, spec: Any) -> None:
         target = (spec.target or "").removeprefix("model.")
-        value = node.meta["val"] if "val" in node.meta else None
+        value = node.meta.get("val", None)
         if spec.kind == InputKind.USER_INPUT:
             if not isinstance(value, Tensor):
                 raise CaptureError(f"input {node.name} is not a tensor", do="pass numbers as Python values")
             key = next(self.inputs)
             name = _plain(key)
-            self.add_leaf(
-                node, Leaf(self.value(f"input_{name}" if name[:1].isdigit() else name, value), "input", key)
-            )
+            self.add_leaf(node, Leaf(self.value(f"input_{name}" if name[:1].isdigit() else name, value), "input", key))
         elif spec.kind == InputKind.PARAMETER:
             parameter = self.model.get_parameter(target)
             if id(parameter) in self.tied:
@@ -364,9 +346,7 @@ class _Tracer:
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             self.add_leaf(node, self.constant(node, spec.target))
         else:
-            raise CaptureError(
-                f"the model holds {spec.target}, which is not a tensor", do="keep it out of forward"
-            )
+            raise CaptureError(f"the model holds {spec.target}, which is not a tensor", do="keep it out of forward")
 
     def add_leaf(self, node: fx.Node, leaf: Leaf) -> None:
         self.leaves.append(leaf)
@@ -419,14 +399,10 @@ class _Tracer:
             elif node.op == "get_attr":
                 attribute = _attribute(module, str(node.target))
                 if isinstance(attribute, Tensor):
-                    raise CaptureError(
-                        f"sub-graph holds a tensor {node.target}", do="register it as a buffer"
-                    )
+                    raise CaptureError(f"sub-graph holds a tensor {node.target}", do="register it as a buffer")
             elif node.op == "output":
                 outputs = node.args[0]
-                return tuple(
-                    self.arg(out) for out in (outputs if isinstance(outputs, tuple | list) else (outputs,))
-                )
+                return tuple(self.arg(out) for out in (outputs if isinstance(outputs, tuple | list) else (outputs,)))
         return ()
 
     def call(self, node: fx.Node, module: fx.GraphModule) -> None:
@@ -435,7 +411,7 @@ class _Tracer:
         source = _source(node)
         if name.endswith("getitem>") or name == "<built-in function getitem>":
             container, index = self.names[node.args[0]], node.args[1]  # type: ignore[index]
-            self.names[node] = container[index]  # type: ignore[index, call-overload, assignment]
+            self.names[node] = container[index]  # type: ignore[index]
         elif target is torch._C._set_grad_enabled:
             self.context = replace(self.context, grad=bool(node.args[0]))
         elif name.startswith("<function _enter_autocast"):
@@ -552,9 +528,7 @@ class _Tracer:
             return Atom(kind, str(arg).removeprefix("torch."))
         if arg is None or isinstance(arg, bool | int | float | complex | str):
             return arg
-        raise CaptureError(
-            f"an op takes {arg!r}, which depends on the data", do="make the number a Python constant"
-        )
+        raise CaptureError(f"an op takes {arg!r}, which depends on the data", do="make the number a Python constant")
 
 
 def _plain(path: str) -> str:
@@ -563,16 +537,12 @@ def _plain(path: str) -> str:
 
 
 def _is_tensors(made: object) -> bool:
-    return isinstance(made, Tensor) or (
-        isinstance(made, tuple | list) and all(isinstance(t, Tensor) for t in made)
-    )
+    return isinstance(made, Tensor) or (isinstance(made, tuple | list) and all(isinstance(t, Tensor) for t in made))
 
 
 def _name_of(arg: Arg, what: str) -> str:
     if not isinstance(arg, Ref):
-        raise CaptureError(
-            f"{what} does not depend on the batch or the parameters", do="return the training loss"
-        )
+        raise CaptureError(f"{what} does not depend on the batch or the parameters", do="return the training loss")
     return arg.name
 
 
@@ -606,9 +576,7 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 @lru_cache(maxsize=65536)
 def _frame(trace: str) -> tuple[str, int, str]:
     frames = [(file, int(line), function) for file, line, function in _FRAME.findall(trace)]
-    return next(
-        (f for f in reversed(frames) if not _is_internal(f[0])), frames[-1] if frames else ("", 0, "")
-    )
+    return next((f for f in reversed(frames) if not _is_internal(f[0])), frames[-1] if frames else ("", 0, ""))
 
 
 def _source(node: fx.Node) -> Source:

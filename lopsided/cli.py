@@ -32,7 +32,7 @@ from lopsided.models import load
 from lopsided.placement import check_shares
 from lopsided.rules import RuleBook, derive_rules
 from lopsided.sample import random_program
-from lopsided.samples import sampled_ops, samples_of
+from lopsided.samples import known_reason, sampled_ops, samples_of
 from lopsided.simulate import one_device, simulate
 from lopsided.validate import Finding, validate
 from lopsided.verify import TOLERANCE, Verification, compare, in_float64, verify
@@ -59,7 +59,8 @@ def _set_verbose(value: bool) -> bool:
 Model = Annotated[
     str,
     typer.Argument(
-        help="A zoo name with sizes (gpt2:layers=2,width=64), file.py:function, package.module:function, or hf:ClassName:key=value"
+        help="A zoo name with sizes (gpt2:layers=2,width=64), file.py:function, package.module:function, "
+        "or hf:ClassName:key=value"
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -146,9 +147,7 @@ def _say_experiments(book: RuleBook) -> None:
     for op in sorted({node.op for node in book.by_experiment}):
         node = next(n for n in book.by_experiment if n.op == op)
         rules = book.rules[node.name]
-        out.print(
-            escape(f"{op} has no line in the table: {len(rules)} rules found by experiment  {node.source}")
-        )
+        out.print(escape(f"{op} has no line in the table: {len(rules)} rules found by experiment  {node.source}"))
 
 
 # rules
@@ -199,7 +198,9 @@ def _findings_json(findings: list[Finding]) -> dict[str, Any]:
             for rule, error in f.wrong
         ],
         "missing": [
-            {"sample": str(f.sample), "line": f.line, "rule": str(r)} for f in findings for r in f.missing
+            {"sample": str(f.sample), "line": f.line, "rule": str(rule), "reason": known_reason(f.sample.op)}
+            for f in findings
+            for rule in f.missing
         ],
         "findings": [
             {
@@ -222,7 +223,7 @@ def _print_findings(findings: list[Finding], *, details: bool) -> None:
         for finding in findings:
             out.print(escape(f"{finding.sample}\n  {finding.line}"))
             for rule, error in finding.rules:
-                out.print(escape(f"    {str(rule):<44} {'refused' if math.isinf(error) else f'{error:.1e}'}"))
+                out.print(escape(f"    {rule!s:<44} {'refused' if math.isinf(error) else f'{error:.1e}'}"))
     else:
         table = Table("op", "line", "samples", "rules", "worst error", box=None, pad_edge=False)
         for op in dict.fromkeys(finding.sample.op for finding in findings):
@@ -239,22 +240,16 @@ def _print_findings(findings: list[Finding], *, details: bool) -> None:
         out.print(table)
     for finding in findings:
         for rule, error in finding.wrong:
-            out.print(
-                escape(f"WRONG    {finding.sample}  {finding.line}\n         {rule}  error {_finite(error)}")
-            )
-        for rule in finding.missing:
-            out.print(
-                escape(
-                    f"missing  {finding.sample}  {finding.line}\n         {rule}  holds and is not derived"
-                )
-            )
+            out.print(escape(f"WRONG    {finding.sample}  {finding.line}\n         {rule}  error {_finite(error)}"))
+        if finding.missing:
+            rules_held = "; ".join(map(str, finding.missing))
+            reason = known_reason(finding.sample.op) or "nobody knows why: improve the line"
+            out.print(escape(f"missing  {finding.sample}  {finding.line}\n         {rules_held}\n         {reason}"))
     rules = sum(len(finding.rules) for finding in findings)
     wrong = sum(len(finding.wrong) for finding in findings)
     missing = sum(len(finding.missing) for finding in findings)
     ops = len({finding.sample.op for finding in findings})
-    out.print(
-        f"{ops} ops, {len(findings)} samples, {rules} rules: {wrong} wrong, {missing} valid but not derived"
-    )
+    out.print(f"{ops} ops, {len(findings)} samples, {rules} rules: {wrong} wrong, {missing} valid but not derived")
 
 
 # verify
@@ -277,9 +272,7 @@ def verify_command(
     _one_thread_if_small(module)
     started = time.perf_counter()
     with _progress("programs", programs, quiet=as_json) as advance:
-        result = verify(
-            module, data, shares=fractions, programs=programs, seed=seed, progress=lambda done: advance()
-        )
+        result = verify(module, data, shares=fractions, programs=programs, seed=seed, progress=lambda done: advance())
     seconds = time.perf_counter() - started
     if as_json:
         out.print_json(json.dumps(_verification_json(model, result, seconds)))
@@ -329,9 +322,7 @@ def _verification_json(model: str, result: Verification, seconds: float) -> dict
 
 def _print_verification(model: str, result: Verification, seconds: float) -> None:
     worst = result.worst
-    out.print(
-        f"{model}: {len(result.graph.nodes)} nodes, {len(result.trials)} random programs in {seconds:.1f} s"
-    )
+    out.print(f"{model}: {len(result.graph.nodes)} nodes, {len(result.trials)} random programs in {seconds:.1f} s")
     for what, counts in (
         ("placements", result.placements),
         ("conversions", result.conversions),
@@ -341,9 +332,7 @@ def _print_verification(model: str, result: Verification, seconds: float) -> Non
     if result.by_experiment:
         out.print(f"  no line     {', '.join(result.by_experiment)}: rules by experiment")
     out.print(f"  capture     the graph against the model itself: {result.capture_error:.1e}")
-    out.print(
-        f"  worst error {worst.error:.1e} in {worst.where}, shares {', '.join(f'{s:.2f}' for s in worst.shares)}"
-    )
+    out.print(f"  worst error {worst.error:.1e} in {worst.where}, shares {', '.join(f'{s:.2f}' for s in worst.shares)}")
     if result.passed:
         out.print(f"[green]same as one device[/green] (within {TOLERANCE:.0e}, float64)")
     else:
@@ -378,7 +367,8 @@ def demo_command(verbose: Verbose = False) -> None:
     for rule in book.rules[linear.name]:
         out.print(f"     {escape(str(rule))}")
     out.print(
-        f"   {sum(map(len, book.rules.values()))} rules in all. I whole, R whole with a partial gradient, P a term of a sum, S cut"
+        f"   {sum(map(len, book.rules.values()))} rules in all. "
+        "I whole, R whole with a partial gradient, P a term of a sum, S cut"
     )
     program = random_program(book, random.Random(4))
     out.print(

@@ -1,11 +1,12 @@
 """Rules by experiment, for ops that nobody has described.
 
-In: a `Call`. Out: the rules that held when they were tried. Every way to cut one length out of the operands and results
-is a hypothesis; it is tried on small inputs with unequal pieces, forward and backward, and kept if the joined values are
-those of one device. The same enumeration tells the validator which valid rules a line in the table does not derive.
+In: a `Call`. Out: the rules that held when they were tried. Every way to cut one length out of the operands and
+results is a hypothesis; it is tried on small inputs with unequal pieces, forward and backward, and kept if the joined
+values are those of one device. The same enumeration tells the validator which valid rules a line
+in the table does not derive.
 
-Most hypotheses are wrong, and a kernel given operands that do not fit may do worse than raise. So the experiment runs in
-a forked child: a hypothesis at which the child dies is refuted, and the model's process goes on.
+Most hypotheses are wrong, and a kernel given operands that do not fit may do worse than raise. So the experiment runs
+in a forked child: a hypothesis at which the child dies is refuted, and the model's process goes on.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _found(call: Call) -> tuple[Rule, ...]:
 
 
 def held(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Those of the candidates that hold. A candidate at which the child dies or hangs does not; the next child goes on."""
+    """Those of the candidates that hold. One at which the child dies or hangs does not; the next child goes on."""
     verdicts = b""
     deaths = 0
     while len(verdicts) < len(candidates) and deaths < _MOST_DEATHS:
@@ -71,7 +72,8 @@ def held(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) -> tupl
 
 def _verdicts(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) -> bytes:
     """A "1" or "0" for each candidate, from a child; fewer if it did not live to say."""
-    if not hasattr(os, "fork"):
+    # After a backward pass on a GPU autograd refuses to run in a fork: better unguarded than not at all.
+    if not hasattr(os, "fork") or torch.cuda.is_initialized():
         return b"".join(b"01"[i : i + 1] for i in (int(holds(call, operands, rule)) for rule in candidates))
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -119,8 +121,7 @@ def holds(call: Call, operands: list[Tensor], rule: Rule) -> bool:
     if try_rule(call, operands, rule, (0.6, 0.4), backward=False) > _TOLERANCE:
         return False
     return all(
-        try_rule(call, operands, rule, shares, seed=7) <= _TOLERANCE
-        for shares in ((0.5, 0.2, 0.3), (0.25, 0.75))
+        try_rule(call, operands, rule, shares, seed=7) <= _TOLERANCE for shares in ((0.5, 0.2, 0.3), (0.25, 0.75))
     )
 
 

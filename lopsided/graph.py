@@ -247,9 +247,7 @@ def check(graph: Graph) -> None:
 
     for leaf in graph.leaves:
         if leaf.kind not in ("input", "parameter", "buffer", "constant"):
-            raise GraphError(
-                f"%{leaf.value.name} is a leaf of unknown kind {leaf.kind!r}", do="see docs/glossary.md"
-            )
+            raise GraphError(f"%{leaf.value.name} is a leaf of unknown kind {leaf.kind!r}", do="see docs/glossary.md")
         if leaf.kind == "constant" and len(leaf.data) != leaf.value.elements:
             raise GraphError(
                 f"constant %{leaf.value.name} has {len(leaf.data)} elements, its shape needs {leaf.value.elements}",
@@ -270,9 +268,7 @@ def check(graph: Graph) -> None:
             define(value)
     for name in (graph.loss, *(value for _, value in graph.updates)):
         if name not in known:
-            raise GraphError(
-                f"the graph returns %{name}, which is not defined", do="return a value of the graph"
-            )
+            raise GraphError(f"the graph returns %{name}, which is not defined", do="return a value of the graph")
     if graph.values[graph.loss].elements != 1:
         raise GraphError(f"the loss %{graph.loss} is not a scalar", do="return a loss with one element")
 
@@ -461,9 +457,7 @@ def _leaf(reader: _Reader, value: Value) -> Leaf:
         data = reader.arg()
         if not isinstance(data, tuple) or not all(isinstance(x, bool | int | float | complex) for x in data):
             raise reader.fail("a constant needs a list of numbers")
-        return Leaf(
-            value, kind, target, data=tuple(x for x in data if isinstance(x, bool | int | float | complex))
-        )
+        return Leaf(value, kind, target, data=tuple(x for x in data if isinstance(x, bool | int | float | complex)))
     also: list[str] = []
     while reader.accept("also"):
         also.append(reader.string())

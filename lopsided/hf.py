@@ -28,17 +28,11 @@ WIDTH, HEADS, LAYERS, FFN, VOCAB, PLACES = 32, 4, 2, 48, 99, 64
 # means "follow another size".
 SMALL_SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size"), WIDTH),
-    **dict.fromkeys(
-        ("word_embed_proj_dim", "decoder_hidden_size", "attention_hidden_size", "d_embed"), WIDTH
-    ),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), HEADS
-    ),
+    **dict.fromkeys(("word_embed_proj_dim", "decoder_hidden_size", "attention_hidden_size", "d_embed"), WIDTH),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "decoder_num_attention_heads"), HEADS),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), HEADS // 2),
-    **dict.fromkeys(
-        ("head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "attention_head_size"), WIDTH // HEADS
-    ),
+    **dict.fromkeys(("head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "attention_head_size"), WIDTH // HEADS),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 4),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"), LAYERS),

@@ -1,7 +1,7 @@
 """N imaginary devices in one process: a value is a list with what each device holds.
 
-In: lists of tensors, placements, shares. Out: lists of tensors, differentiable. `convert` changes a placement, `run_rule`
-runs one op by one rule. The simulator, the validator and the experiments are made of these two.
+In: lists of tensors, placements, shares. Out: lists of tensors, differentiable. `convert` changes a placement,
+`run_rule` runs one op by one rule. The simulator, the validator and the experiments are made of these two.
 
 A conversion and its transpose are one table. Going backward, the cotangent of `I` is placed `I`, of `R` it is `P`, of
 `P` it is `R`, of `S` it is `S`; so the transpose of `a → b` is the conversion `cotangent(b) → cotangent(a)`.
@@ -87,15 +87,14 @@ class _Convert(torch.autograd.Function):
         return (None, None, None, None, *move(gradients, cotangent(to), cotangent(source), shape, shares))
 
 
-def convert(
-    parts: Parts, source: Placement, to: Placement, shape: Sequence[int], shares: tuple[float, ...]
-) -> Parts:
+def convert(parts: Parts, source: Placement, to: Placement, shape: Sequence[int], shares: tuple[float, ...]) -> Parts:
     """Change the placement of a value, forward and backward."""
     if source == to:
         return parts
     if not any(part.requires_grad for part in parts):
         return move(parts, source, to, shape, shares)
-    return list(_Convert.apply(source, to, tuple(shape), shares, *parts))
+    made: tuple[Tensor, ...] = _Convert.apply(source, to, tuple(shape), shares, *parts)  # type: ignore[no-untyped-call]
+    return list(made)
 
 
 # Running a rule
@@ -112,9 +111,7 @@ class SeededRandomness:
         digest = hashlib.sha256(f"{self.seed} {name} {device}".encode()).digest()
         return int.from_bytes(digest[:7], "big")
 
-    def uniform(
-        self, local: Local, shape: Sequence[int], placement: Placement, *, normal: bool = False
-    ) -> Tensor:
+    def uniform(self, local: Local, shape: Sequence[int], placement: Placement, *, normal: bool = False) -> Tensor:
         # Drawn on the CPU, so that a GPU sees what a CPU saw.
         generator = torch.Generator("cpu").manual_seed(self.of_node(local.call.node.name))
         draw = torch.randn if normal else torch.rand
@@ -136,17 +133,14 @@ def run_rule(
 def _run(
     call: Call, rule: Rule, operands: Sequence[Parts], shares: tuple[float, ...], random: SeededRandomness
 ) -> list[Parts]:
-    locals_ = [
-        _local(call, rule, [parts[d] for parts in operands], d, shares, random) for d in range(len(shares))
-    ]
+    locals_ = [_local(call, rule, [parts[d] for parts in operands], d, shares, random) for d in range(len(shares))]
     implementation, talks = _implementation(call, rule)
     with surroundings(call.node.context):
         if talks:
             made = _in_step([implementation(local) for local in locals_], shares)
         else:
             made = [
-                _nothing(local) if _is_nothing(local) else _seeded(implementation, local, random)
-                for local in locals_
+                _nothing(local) if _is_nothing(local) else _seeded(implementation, local, random) for local in locals_
             ]
     results = [list(out) if isinstance(out, tuple | list) else [out] for out in made]
     for local, out in zip(locals_, results, strict=True):
@@ -164,8 +158,7 @@ def _local(
 ) -> Local:
     pieces = rule_pieces(call, rule, shares)
     shapes = tuple(
-        give.local_shape(value.shape, pieces, device)
-        for give, value in zip(rule.gives, call.node.results, strict=True)
+        give.local_shape(value.shape, pieces, device) for give, value in zip(rule.gives, call.node.results, strict=True)
     )
     return Local(call, rule, tuple(tensors), shapes, device, pieces, random)
 
@@ -185,13 +178,9 @@ def _implementation(call: Call, rule: Rule) -> tuple[Implementation, bool]:
     """The function that computes a piece, and whether it may talk to the other devices."""
     entry = describe(call.node.op)
     if rule.how not in ("plain", "sfb"):
-        talk = next(
-            (t for t in (entry.talks(call) if entry and entry.talks else ()) if t.how == rule.how), None
-        )
+        talk = next((t for t in (entry.talks(call) if entry and entry.talks else ()) if t.how == rule.how), None)
         if talk is None:
-            raise ProgramError(
-                f"{call.node.op} has no implementation {rule.how!r}", do="derive the rules anew"
-            )
+            raise ProgramError(f"{call.node.op} has no implementation {rule.how!r}", do="derive the rules anew")
         return talk.implementation, True
     return (entry.local if entry is not None and entry.local is not None else Local.run), False
 
@@ -224,7 +213,8 @@ def _check_shapes(local: Local, out: Sequence[Any]) -> None:
     made = tuple(tuple(t.shape) for t in out)
     if made != local.shapes:
         raise RuleError(
-            f"{local.call.node.op} by {local.rule} gives {list(made)} on device {local.device}, not {list(local.shapes)}",
+            f"{local.call.node.op} by {local.rule} gives {list(made)} on device {local.device}, "
+            f"not {list(local.shapes)}",
             where=str(local.call.node.source),
             do="correct its line or its local implementation in lopsided/ops",
         )
@@ -270,7 +260,7 @@ def _with_gathered_factors(
     ]
     results = _run(call, plain, held, shares, random)
     flat = [part for parts in (*results, *operands) for part in parts]
-    attached = _GatheredFactors.apply(call, rule, shares, random, len(results), *flat)
+    attached = _GatheredFactors.apply(call, rule, shares, random, len(results), *flat)  # type: ignore[no-untyped-call]
     devices = len(shares)
     return [list(attached[k * devices : (k + 1) * devices]) for k in range(len(results))]
 
@@ -292,25 +282,21 @@ class _GatheredFactors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        call, rule, shares, random, results = ctx.about
+        call, rule, shares, random, _results = ctx.about
         devices = len(shares)
         saved = [ctx.saved_tensors[k * devices : (k + 1) * devices] for k in range(len(rule.needs))]
         whole = [
             (join_pieces(parts, need) if need.is_shard else parts[0]).detach()
             for need, parts in zip(rule.needs, saved, strict=True)
         ]
-        dy = [
-            join_pieces(gradients[k * devices : (k + 1) * devices], give) for k, give in enumerate(rule.gives)
-        ]
+        dy = [join_pieces(gradients[k * devices : (k + 1) * devices], give) for k, give in enumerate(rule.gives)]
         wanted = [k for k, need in enumerate(rule.needs) if need == I and whole[k].dtype.is_floating_point]
         for k in wanted:
             whole[k].requires_grad_()
         one_device = Rule((I,) * len(rule.needs), (I,) * len(rule.gives))
         with torch.enable_grad():
             made = _run(call, one_device, [[t] for t in whole], (1.0,), random)
-            grads = torch.autograd.grad(
-                [parts[0] for parts in made], [whole[k] for k in wanted], dy, allow_unused=True
-            )
+            grads = torch.autograd.grad([parts[0] for parts in made], [whole[k] for k in wanted], dy, allow_unused=True)
         back: list[Tensor | None] = []
         for k in range(len(rule.needs)):
             gradient = grads[wanted.index(k)] if k in wanted else None

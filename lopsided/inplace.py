@@ -130,18 +130,12 @@ class Functional:
                 return Ref(self.current(arg.name))
             return tuple(map(fresh, arg)) if isinstance(arg, tuple) else arg
 
-        return replace(
-            node, args=tuple(map(fresh, node.args)), kwargs=tuple((k, fresh(v)) for k, v in node.kwargs)
-        )
+        return replace(node, args=tuple(map(fresh, node.args)), kwargs=tuple((k, fresh(v)) for k, v in node.kwargs))
 
     def _add_all(self, node: Node) -> tuple[str, ...]:
         self._clock += 1
         self.nodes.append(node)
-        trained = (
-            node.context.grad
-            and "detach" not in node.op
-            and any(name in self._trained for name in node.operands)
-        )
+        trained = node.context.grad and "detach" not in node.op and any(name in self._trained for name in node.operands)
         for value in node.results:
             self._values[value.name] = value
             self._made[value.name] = self._clock

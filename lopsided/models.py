@@ -109,9 +109,7 @@ def load_zoo(spec: str, batch: int | None) -> Model:
     return module, dict(made)
 
 
-def load_function(
-    place: str, function_name: str, overrides: dict[str, str], batch: int | None, spec: str
-) -> Model:
+def load_function(place: str, function_name: str, overrides: dict[str, str], batch: int | None, spec: str) -> Model:
     """What the user's function returns, checked."""
     where = f"model {spec!r}"
     source = import_file(place, where) if place.endswith(".py") else import_module(place, where)
@@ -122,9 +120,7 @@ def load_function(
         raise ModelError(
             f"{place} has no function {function_name!r}",
             where=where,
-            do=f"did you mean {' or '.join(close)}?"
-            if close
-            else "define it there; it returns (module, batch)",
+            do=f"did you mean {' or '.join(close)}?" if close else "define it there; it returns (module, batch)",
         )
     arguments = arguments_of(function, overrides, batch, spec)
     # Everything the user's code raises is told as theirs, with its place, whatever its type.
@@ -242,7 +238,5 @@ def checked(returned: object, function_name: str, where: str) -> Model:
             f"{function_name}() returned a {type(module).__name__} in place of a module", where=where, do=do
         )
     if not isinstance(batch, dict) or not all(isinstance(key, str) for key in batch):
-        raise ModelError(
-            f"{function_name}() returned a {type(batch).__name__} in place of a batch", where=where, do=do
-        )
+        raise ModelError(f"{function_name}() returned a {type(batch).__name__} in place of a batch", where=where, do=do)
     return module, dict(batch)

@@ -26,7 +26,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 from lopsided.errors import NotationError
 from lopsided.placement import I, P, Placement, R, S
@@ -201,7 +201,7 @@ class _Parser:
             return ()
         dims: list[Dim] = []
         while True:
-            if self.next in ("...", "1") or self.next[:1].isalpha() and self.next != "f[":
+            if self.next in ("...", "1") or (self.next[:1].isalpha() and self.next != "f["):
                 dims.append((self.next,))
                 self.position += 1
             elif self.accept("("):
@@ -220,7 +220,7 @@ class _Parser:
         return tuple(dims)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_line(text: str) -> Line:
     """The line written as `text`.
 
@@ -336,9 +336,7 @@ def _lengths(
     return lengths
 
 
-def _carried(
-    line: Line, spec: list[Dim], shape: Sequence[int], lengths: Mapping[str, int]
-) -> dict[str, Where]:
+def _carried(line: Line, spec: list[Dim], shape: Sequence[int], lengths: Mapping[str, int]) -> dict[str, Where]:
     carried: dict[str, Where] = {}
     for position, (dim, size) in enumerate(zip(spec, shape, strict=True)):
         if dim == ("1",) or size < 2:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ R = Placement("R")
 P = Placement("P")
 
 
-@lru_cache(maxsize=None)
+@cache
 def S(dim: int, outer: int = 1, unit: int = 1) -> Placement:
     return Placement("S", dim, outer, unit)
 
@@ -103,13 +103,9 @@ def check_shares(shares: Sequence[float]) -> tuple[float, ...]:
     if not shares:
         raise SharesError("there are no shares", do="give one share per device, for example 0.5,0.3,0.2")
     if any(not math.isfinite(share) for share in shares):
-        raise SharesError(
-            f"shares must be finite numbers, got {text}", do="give each device a fraction of the work"
-        )
+        raise SharesError(f"shares must be finite numbers, got {text}", do="give each device a fraction of the work")
     if any(share < 0 for share in shares):
-        raise SharesError(
-            f"a share is negative: {text}", do="give a device that should do nothing a share of 0"
-        )
+        raise SharesError(f"a share is negative: {text}", do="give a device that should do nothing a share of 0")
     if abs(sum(shares) - 1) > 1e-6:
         raise SharesError(
             f"shares sum to {sum(shares):g}, not 1: {text}",
@@ -132,9 +128,7 @@ def cut(length: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     pieces = [math.floor(x + 1e-9) for x in ideal]
     # Ties go to the device with the lower number, so that a cut is a function of its arguments. A device with a
     # share of 0 never gets a unit, even when rounding leaves one over.
-    by_remainder = sorted(
-        (d for d in range(len(shares)) if shares[d] > 0), key=lambda d: (pieces[d] - ideal[d], d)
-    )
+    by_remainder = sorted((d for d in range(len(shares)) if shares[d] > 0), key=lambda d: (pieces[d] - ideal[d], d))
     for k in range(length - sum(pieces)):
         pieces[by_remainder[k % len(by_remainder)]] += 1
     return tuple(pieces)

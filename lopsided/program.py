@@ -1,7 +1,7 @@
 """A distributed program: an ordered list of rules with the conversions between them. Prints, parses back, is checked.
 
-In: a `Graph` and choices. Out: `Program`. One line per leaf and node; an operand shows the placement it is taken in and,
-after arrows, what it is converted to:
+In: a `Graph` and choices. Out: `Program`. One line per leaf and node; an operand shows the placement it is taken in
+and, after arrows, what it is converted to:
 
     %w = parameter "mlp.weight" : S0
     %h = aten.linear.default(%x: S0, %w: S0→R) : S0
@@ -12,6 +12,7 @@ A converted copy is a fact like any other: whoever needs it later takes it from 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Program:
         values = self.graph.values
 
         def along(name: str, chain: Chain) -> Iterator[tuple[Value, Placement, Placement]]:
-            for source, to in zip(chain, chain[1:], strict=False):
+            for source, to in itertools.pairwise(chain):
                 if (name, to) not in made:
                     made.add((name, to))
                     yield values[name], source, to
@@ -79,9 +80,7 @@ def _leaf_line(leaf: Leaf, placement: Placement) -> str:
 
 
 def _step_line(step: Step) -> str:
-    operands = [
-        f"%{name}: {_chain(chain)}" for name, chain in zip(step.node.operands, step.chains, strict=True)
-    ]
+    operands = [f"%{name}: {_chain(chain)}" for name, chain in zip(step.node.operands, step.chains, strict=True)]
     names = ", ".join(f"%{value.name}" for value in step.node.results)
     gives = ", ".join(map(str, step.rule.gives))
     how = "" if step.rule.how == "plain" else f" [{step.rule.how}]"
@@ -135,9 +134,7 @@ def parse_program(text: str, graph: Graph) -> Program:
                     do="leave the line out",
                 )
             if match[1] in updates:
-                raise ProgramError(
-                    f'"{match[1]}" is updated twice', where=where, do="update every buffer once"
-                )
+                raise ProgramError(f'"{match[1]}" is updated twice', where=where, do="update every buffer once")
             updates[match[1]] = _parse_chain(match[3], where)
         elif match := _LEAF.fullmatch(line):
             if match[1] in {name for name, _ in leaves}:
@@ -146,26 +143,20 @@ def parse_program(text: str, graph: Graph) -> Program:
         elif match := _STEP.fullmatch(line):
             steps.append(_parse_step(match, nodes, where))
         else:
-            raise ProgramError(
-                "program text does not parse", where=where, do="compare with a printed program"
-            )
+            raise ProgramError("program text does not parse", where=where, do="compare with a printed program")
     for buffer, _ in graph.updates:
         if buffer not in updates:
             raise ProgramError(
                 f"the program does not update the buffer {buffer}", do=f'add a line: update "{buffer}" = ...'
             )
-    return Program(
-        graph, tuple(leaves), tuple(steps), loss, tuple(updates[buffer] for buffer, _ in graph.updates)
-    )
+    return Program(graph, tuple(leaves), tuple(steps), loss, tuple(updates[buffer] for buffer, _ in graph.updates))
 
 
 def _parse_step(match: re.Match[str], nodes: Mapping[tuple[str, ...], Node], where: str) -> Step:
     names = tuple(name.strip().removeprefix("%") for name in match[1].split(","))
     node = nodes.get(names)
     if node is None:
-        raise ProgramError(
-            f"the graph has no node %{names[0]} of this form", where=where, do="name the graph's nodes"
-        )
+        raise ProgramError(f"the graph has no node %{names[0]} of this form", where=where, do="name the graph's nodes")
     if node.op != match[2]:
         raise ProgramError(
             f"%{names[0]} is {node.op} in the graph, not {match[2]}", where=where, do="name the graph's ops"
@@ -216,9 +207,7 @@ def check_program(program: Program, book: RuleBook) -> None:
     for leaf in graph.leaves:
         name = leaf.value.name
         if name not in placed:
-            raise ProgramError(
-                f"%{name} ({leaf.kind} {leaf.target}) has no placement", do="give every leaf a line"
-            )
+            raise ProgramError(f"%{name} ({leaf.kind} {leaf.target}) has no placement", do="give every leaf a line")
         if placed[name] not in book.leaves[name]:
             allowed = ", ".join(map(str, book.leaves[name]))
             raise ProgramError(
@@ -227,9 +216,7 @@ def check_program(program: Program, book: RuleBook) -> None:
                 do=f"choose one of {allowed}",
             )
         facts.add((name, placed[name]))
-    if unknown := next(
-        (name for name in placed if name not in {leaf.value.name for leaf in graph.leaves}), None
-    ):
+    if unknown := next((name for name in placed if name not in {leaf.value.name for leaf in graph.leaves}), None):
         raise ProgramError(f"%{unknown} is not a leaf of the graph", do="leave the line out")
     done: set[str] = set()
     for step in program.steps:
@@ -240,9 +227,7 @@ def check_program(program: Program, book: RuleBook) -> None:
             f"%{missing.name} = {missing.op} is not run", where=str(missing.source), do="run every node once"
         )
     ends = [(graph.loss, program.loss, "the loss")]
-    ends += [
-        (name, chain, f"buffer {b}") for (b, name), chain in zip(graph.updates, program.updates, strict=True)
-    ]
+    ends += [(name, chain, f"buffer {b}") for (b, name), chain in zip(graph.updates, program.updates, strict=True)]
     for name, chain, what in ends:
         _check_chain(graph.values[name], chain, facts, f"return {what}")
         if chain[-1] != I:
@@ -253,9 +238,7 @@ def check_program(program: Program, book: RuleBook) -> None:
             )
 
 
-def _check_step(
-    step: Step, book: RuleBook, facts: set[tuple[str, Placement]], graph: Graph, done: set[str]
-) -> None:
+def _check_step(step: Step, book: RuleBook, facts: set[tuple[str, Placement]], graph: Graph, done: set[str]) -> None:
     node = step.node
     if len(step.chains) != len(node.operands):
         raise ProgramError(
@@ -276,23 +259,19 @@ def _check_step(
         )
     if step.rule not in book.rules[node.name]:
         choices = "; ".join(map(str, book.rules[node.name]))
-        raise ProgramError(
-            f"{node.op} has no rule {step.rule}", where=where, do=f"use one of its rules: {choices}"
-        )
+        raise ProgramError(f"{node.op} has no rule {step.rule}", where=where, do=f"use one of its rules: {choices}")
     facts.update((value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True))
 
 
 def _check_chain(value: Value, chain: Chain, facts: set[tuple[str, Placement]], where: str) -> None:
     if not chain:
-        raise ProgramError(
-            f"%{value.name} is taken in no placement", where=where, do="name the placement it has"
-        )
+        raise ProgramError(f"%{value.name} is taken in no placement", where=where, do="name the placement it has")
     if (value.name, chain[0]) not in facts:
         has = ", ".join(str(p) for name, p in sorted(facts) if name == value.name) or "none yet"
         raise ProgramError(
             f"%{value.name} is not available as {chain[0]}", where=where, do=f"start from what it has: {has}"
         )
-    for source, to in zip(chain, chain[1:], strict=False):
+    for source, to in itertools.pairwise(chain):
         if source == to:
             raise ProgramError(
                 f"%{value.name} is converted from {source} to itself", where=where, do="leave the arrow out"

@@ -41,9 +41,7 @@ class RuleBook:
     def only_whole(self) -> tuple[Node, ...]:
         """Nodes found by experiment to run only whole: those that a line in the table might help."""
         return tuple(
-            node
-            for node in self.by_experiment
-            if all(p.is_whole for rule in self.rules[node.name] for p in rule.gives)
+            node for node in self.by_experiment if all(p.is_whole for rule in self.rules[node.name] for p in rule.gives)
         )
 
 
@@ -93,9 +91,7 @@ def call_rules(
     return tuple(rule for rule in _described_rules(described, variants) if _sensible(rule, call))
 
 
-def _described_rules(
-    described: Described, variants: Mapping[str, Sequence[Variant]] | None
-) -> Iterator[Rule]:
+def _described_rules(described: Described, variants: Mapping[str, Sequence[Variant]] | None) -> Iterator[Rule]:
     yield from derive(described.bound, variants)
     for talk in described.talks:
         for variant in (variants or {}).get(talk.index, (PLAIN,)):
@@ -129,7 +125,7 @@ def _sensible(rule: Rule, call: Call) -> bool:
 
 
 def derive_rules(graph: Graph, *, exact: bool = True) -> RuleBook:
-    """The rule book of a graph. `exact=False` also allows rules that relax the model: batch norm on local statistics."""
+    """The rule book of a graph. `exact=False` allows rules that relax the model, too: local batch statistics."""
     described: dict[object, Described | None] = {}
     calls: dict[str, tuple[Call, object]] = {}
     for node in graph.nodes:
@@ -156,9 +152,7 @@ def derive_rules(graph: Graph, *, exact: bool = True) -> RuleBook:
     cuts: dict[str, dict[Placement, None]] = {}
     for node in graph.nodes:
         for k, name in enumerate(node.operands):
-            cuts.setdefault(name, {}).update(
-                (r.needs[k], None) for r in rules[node.name] if r.needs[k].is_shard
-            )
+            cuts.setdefault(name, {}).update((r.needs[k], None) for r in rules[node.name] if r.needs[k].is_shard)
     leaves = {leaf.value.name: _leaf_placements(leaf, cuts.get(leaf.value.name, {})) for leaf in graph.leaves}
     return RuleBook(
         graph, rules, leaves, tuple(n for n in graph.nodes if n.name in calls and n.name not in lines), exact
@@ -170,9 +164,7 @@ def _book_rules(
 ) -> tuple[Rule, ...]:
     if described is None:
         return rules_by_experiment(call)
-    return tuple(
-        dict.fromkeys(rule for rule in _described_rules(described, variants) if _sensible(rule, call))
-    )
+    return tuple(dict.fromkeys(rule for rule in _described_rules(described, variants) if _sensible(rule, call)))
 
 
 def _leaf_placements(leaf: Leaf, cuts: Mapping[Placement, None]) -> tuple[Placement, ...]:
@@ -200,9 +192,7 @@ def _variants(graph: Graph, lines: Mapping[str, Described]) -> _Ways:
     return ways
 
 
-def _carried(
-    graph: Graph, node: Node, line: Described
-) -> Iterator[tuple[str, list[tuple[_Place, Where, bool]]]]:
+def _carried(graph: Graph, node: Node, line: Described) -> Iterator[tuple[str, list[tuple[_Place, Where, bool]]]]:
     """Each index with the dims that carry it: (value, dim), where in the dim, and whether it is a result."""
     for index in line.indices:
         places = []

@@ -52,9 +52,7 @@ def random_program(book: RuleBook, state: random.Random) -> Program:
     steps = []
     for node in graph.nodes:
         rule = _choose(book.rules[node.name], state)
-        chains = tuple(
-            chain_to(graph.values[name], need) for name, need in zip(node.operands, rule.needs, strict=True)
-        )
+        chains = tuple(chain_to(graph.values[name], need) for name, need in zip(node.operands, rule.needs, strict=True))
         steps.append(Step(node, rule, chains))
         for value, give in zip(node.results, rule.gives, strict=True):
             facts[value.name] = [give]

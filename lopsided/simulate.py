@@ -6,6 +6,7 @@ and every changed buffer, joined from the devices. One device is the special cas
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,9 +47,7 @@ def simulate(
             return _simulate(program, sources, fractions, seed)
 
 
-def _simulate(
-    program: Program, sources: Mapping[str, Tensor], fractions: tuple[float, ...], seed: int
-) -> Simulation:
+def _simulate(program: Program, sources: Mapping[str, Tensor], fractions: tuple[float, ...], seed: int) -> Simulation:
     devices = _Devices(program.graph, fractions, SeededRandomness(seed, fractions))
     stored = {}
     for name, placement in program.leaves:
@@ -87,7 +86,8 @@ def tensors_of(graph: Graph, model: nn.Module, batch: object) -> dict[str, Tenso
         tensor = _tensor(leaf, model, inputs)
         if tuple(tensor.shape) != leaf.value.shape:
             raise CaptureError(
-                f"{leaf.kind} {leaf.target} has shape {tuple(tensor.shape)}, the graph was captured with {leaf.value.shape}",
+                f"{leaf.kind} {leaf.target} has shape {tuple(tensor.shape)}, "
+                f"the graph was captured with {leaf.value.shape}",
                 do="capture the model again with a batch of this shape",
             )
         if tensor.is_meta:
@@ -131,7 +131,7 @@ class _Devices:
     def take(self, name: str, chain: Chain) -> Parts:
         """The value in the placement a chain ends with; conversions on the way are made once and kept."""
         shape = self.graph.values[name].shape
-        for source, to in zip(chain, chain[1:], strict=False):
+        for source, to in itertools.pairwise(chain):
             if (name, to) not in self.facts:
                 self.facts[name, to] = convert(self.facts[name, source], source, to, shape, self.shares)
         return self.facts[name, chain[-1]]
@@ -157,7 +157,5 @@ def _gradients(program: Program, stored: Mapping[str, Parts]) -> tuple[dict[str,
             gradients[leaf.target] = join_pieces(parts, placement)
         else:
             gradients[leaf.target] = parts[0]
-            spread = max(
-                [spread, *((part - parts[0]).abs().max().item() for part in parts[1:] if part.numel())]
-            )
+            spread = max([spread, *((part - parts[0]).abs().max().item() for part in parts[1:] if part.numel())])
     return gradients, spread

@@ -28,9 +28,7 @@ def in_float64(call: Call) -> Call:
     """The same call in float64, so that a wrong rule cannot hide in rounding."""
 
     def widen(value: Value) -> Value:
-        return replace(
-            value, dtype="f64" if value.dtype in _WIDE else "c128" if value.dtype == "c64" else value.dtype
-        )
+        return replace(value, dtype="f64" if value.dtype in _WIDE else "c128" if value.dtype == "c64" else value.dtype)
 
     return Call(
         replace(
@@ -70,9 +68,7 @@ def random_operands(call: Call, seed: int = 0) -> list[Tensor] | None:
                 drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64) * (high - low) + low
                 operands.append(drawn.to(value.torch_dtype))
             else:
-                operands.append(
-                    torch.randint(0, below, value.shape, generator=generator, dtype=value.torch_dtype)
-                )
+                operands.append(torch.randint(0, below, value.shape, generator=generator, dtype=value.torch_dtype))
         try:
             made = run_whole(call, operands, SeededRandomness(seed, (1.0,)))
         except (RuntimeError, IndexError, ValueError, TypeError, LopsidedError):
@@ -119,10 +115,7 @@ def _try_rule(
     ]
     made = run_rule(call, rule, placed, shares, SeededRandomness(seed, shares))
     error = max(
-        (
-            _disagreement(parts, give, out)
-            for parts, give, out in zip(made, rule.gives, expected, strict=True)
-        ),
+        (_disagreement(parts, give, out) for parts, give, out in zip(made, rule.gives, expected, strict=True)),
         default=0.0,
     )
     if not backward or error > 1e-6 or not any(out.requires_grad for out in expected):
@@ -155,18 +148,14 @@ def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def distribute(
-    whole: Tensor, placement: Placement, shares: tuple[float, ...], generator: torch.Generator
-) -> Parts:
+def distribute(whole: Tensor, placement: Placement, shares: tuple[float, ...], generator: torch.Generator) -> Parts:
     """A whole value as the devices would hold it; terms of a sum are random, so that none can pass for the whole."""
     if placement.kind != "P":
         return move([whole for _ in shares], R, placement, whole.shape, shares)
     terms: list[Tensor] = []
     for _ in shares[1:]:
         if whole.dtype.is_floating_point or whole.dtype.is_complex:
-            terms.append(
-                (torch.rand(whole.shape, generator=generator, dtype=torch.float64) - 0.5).to(whole.dtype)
-            )
+            terms.append((torch.rand(whole.shape, generator=generator, dtype=torch.float64) - 0.5).to(whole.dtype))
         else:
             terms.append(torch.randint(-3, 4, whole.shape, generator=generator).to(whole.dtype))
     return [whole - sum_parts(terms) if terms else whole, *terms]

@@ -36,7 +36,9 @@ class Sample:
     kwargs: dict[str, Any]
 
     def __str__(self) -> str:
-        return f"{self.op}({', '.join([*map(_short, self.args), *(f'{k}={_short(v)}' for k, v in self.kwargs.items())])})"
+        return (
+            f"{self.op}({', '.join([*map(_short, self.args), *(f'{k}={_short(v)}' for k, v in self.kwargs.items())])})"
+        )
 
 
 def sample(op: str, *args: Any, **kwargs: Any) -> Sample:
@@ -97,8 +99,7 @@ def as_call(example: Sample) -> tuple[Call, list[Tensor]]:
         made = resolve_op(example.op)(*example.args, **example.kwargs)
     outs = list(made) if isinstance(made, tuple | list) else [made]
     results = tuple(
-        Value(f"y{k}", tuple(out.shape), DTYPE_NAMES[out.dtype], out.requires_grad)
-        for k, out in enumerate(outs)
+        Value(f"y{k}", tuple(out.shape), DTYPE_NAMES[out.dtype], out.requires_grad) for k, out in enumerate(outs)
     )
     return Call(Node(example.op, args, kwargs, results), tuple(values)), tensors
 

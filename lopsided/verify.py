@@ -24,8 +24,8 @@ from lopsided.graph import Arg, Atom, Graph, Leaf, Node, Value
 from lopsided.placement import check_shares
 from lopsided.program import Program, check_program
 from lopsided.rules import derive_rules
-from lopsided.saved import record_saved
 from lopsided.sample import random_program, random_shares
+from lopsided.saved import record_saved
 from lopsided.simulate import Simulation, one_device, simulate, tensors_of
 from lopsided.trial import relative_error, widen_argument
 
@@ -62,9 +62,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        return self.capture_error <= self.capture_tolerance and all(
-            trial.error <= TOLERANCE for trial in self.trials
-        )
+        return self.capture_error <= self.capture_tolerance and all(trial.error <= TOLERANCE for trial in self.trials)
 
 
 @torch.inference_mode(False)
@@ -102,9 +100,7 @@ def verify(
     for k in range(programs):
         program = random_program(book, state)
         check_program(program, book)
-        fractions = (
-            first if first is not None and k % 2 == 0 else random_shares(len(first or ()) or devices, state)
-        )
+        fractions = first if first is not None and k % 2 == 0 else random_shares(len(first or ()) or devices, state)
         found = simulate(program, model64, batch64, fractions, seed=seed)
         error, where = compare(found, reference)
         trials.append(Trial(program, fractions, error, where))
@@ -144,12 +140,8 @@ def compare(found: Simulation, expected: Simulation) -> tuple[float, str]:
     # A gradient that is nothing but rounding (a key's bias under softmax) is measured against the largest there is.
     largest = max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
     for name, gradient in expected.gradients.items():
-        errors.append(
-            (relative_error(found.gradients[name], gradient, largest * 1e-5), f"gradient of {name}")
-        )
-    largest = max(
-        (b.abs().max().item() for b in expected.buffers.values() if b.dtype.is_floating_point), default=1.0
-    )
+        errors.append((relative_error(found.gradients[name], gradient, largest * 1e-5), f"gradient of {name}"))
+    largest = max((b.abs().max().item() for b in expected.buffers.values() if b.dtype.is_floating_point), default=1.0)
     for name, buffer in expected.buffers.items():
         errors.append((relative_error(found.buffers[name], buffer, largest * 1e-5), f"buffer {name}"))
     return max(errors, key=lambda pair: pair[0])
@@ -240,9 +232,7 @@ def _capture_error(graph: Graph, model: nn.Module, batch: object, loss_fn: LossF
     for node in graph.nodes:
         with surroundings(node.context):
             made = call_op(node, [values[name] for name in node.operands], where)
-        for value, tensor in zip(
-            node.results, made if isinstance(made, tuple | list) else [made], strict=True
-        ):
+        for value, tensor in zip(node.results, made if isinstance(made, tuple | list) else [made], strict=True):
             values[value.name] = tensor
     if values[graph.loss].requires_grad:
         values[graph.loss].backward()

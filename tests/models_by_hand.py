@@ -68,9 +68,7 @@ def assert_captured(model: nn.Module, batch: object, loss_fn: LossFn | None = No
     assert set(found.gradients) == set(wanted.gradients)
     torch.testing.assert_close(found.loss, wanted.loss)
     for name, gradient in wanted.gradients.items():
-        torch.testing.assert_close(
-            found.gradients[name], gradient, msg=lambda m, n=name: f"gradient of {n}: {m}"
-        )
+        torch.testing.assert_close(found.gradients[name], gradient, msg=lambda m, n=name: f"gradient of {n}: {m}")
     unchanged = dict(model.named_buffers())
     for name, buffer in wanted.buffers.items():
         torch.testing.assert_close(

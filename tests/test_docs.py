@@ -15,15 +15,13 @@ SCRIPTS = [ROOT / "docs" / "tour.py", *sorted((ROOT / "examples").glob("*.py"))]
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_run(script: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
 
 def test_examples_are_short() -> None:
-    assert all(len(script.read_text().splitlines()) < 100 for script in SCRIPTS)
+    assert all(len(script.read_text().splitlines()) < 100 for script in SCRIPTS[1:])
 
 
 def test_the_readme_code_runs(tmp_path: Path) -> None:

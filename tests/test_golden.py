@@ -48,9 +48,7 @@ def rule_lines(graph: lopsided.Graph) -> str:
 PRINTED = {
     "block.graph": lambda: block_graph().text(sources=False),
     "block.rules": lambda: rule_lines(block_graph()),
-    "block.program": lambda: str(
-        lopsided.random_program(lopsided.derive_rules(block_graph()), random.Random(3))
-    ),
+    "block.program": lambda: str(lopsided.random_program(lopsided.derive_rules(block_graph()), random.Random(3))),
     "mlp.rules": lambda: rule_lines(lopsided.capture(*load("mlp:layers=2,width=12,classes=5,batch=7"))),
 }
 
@@ -60,6 +58,4 @@ def test_prints_as_before(name: str) -> None:
     printed, path = PRINTED[name](), GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(printed)
-    assert printed == path.read_text(), (
-        f"if the change is meant: UPDATE_GOLDEN=1 pytest {Path(__file__).name}"
-    )
+    assert printed == path.read_text(), f"if the change is meant: UPDATE_GOLDEN=1 pytest {Path(__file__).name}"

@@ -57,9 +57,7 @@ FLAT: st.SearchStrategy[Arg] = st.one_of(
     st.complex_numbers(allow_nan=False),
     st.text(),
     st.sampled_from([Atom("dtype", name) for name in DTYPES]),
-    st.sampled_from(
-        [Atom("device", "cuda:0"), Atom("layout", "strided"), Atom("memory_format", "channels_last")]
-    ),
+    st.sampled_from([Atom("device", "cuda:0"), Atom("layout", "strided"), Atom("memory_format", "channels_last")]),
     st.just(Ref("x")),
 )
 ARGS = st.recursive(FLAT, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=6)
@@ -74,9 +72,7 @@ def test_every_kind_of_argument_parses_back(args: list[Arg], more: list[Arg]) ->
     assert str(again) == str(graph)
 
 
-@pytest.mark.parametrize(
-    "number", [math.nan, complex(math.nan, math.inf), complex(-0.0, -2), -0.0, 1e300, -math.inf]
-)
+@pytest.mark.parametrize("number", [math.nan, complex(math.nan, math.inf), complex(-0.0, -2), -0.0, 1e300, -math.inf])
 def test_numbers_that_are_not_equal_to_themselves_parse_back(number: complex) -> None:
     graph = a_graph(number)
     assert str(parse_graph(str(graph))) == str(graph)

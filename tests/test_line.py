@@ -66,9 +66,7 @@ def imported(path: Path) -> set[str]:
             base = node.module or ""
             # `from lopsided import zoo` imports a module, `from lopsided.zoo import SMALL` a name of one.
             found.update(
-                f"{base}.{alias.name}"
-                if f"{base}.{alias.name}".removeprefix("lopsided.") in MODULES
-                else base
+                f"{base}.{alias.name}" if f"{base}.{alias.name}".removeprefix("lopsided.") in MODULES else base
                 for alias in node.names
             )
     return {name.removeprefix("lopsided.") for name in found if name.startswith("lopsided.")}
@@ -78,9 +76,7 @@ def imported(path: Path) -> set[str]:
 def test_imports_look_upstream(module: str) -> None:
     for name in imported(MODULES[module]):
         same = name.split(".")[0] == module.split(".")[0]
-        assert room(name) < room(module) or same, (
-            f"lopsided.{module} imports lopsided.{name}, which comes after it"
-        )
+        assert room(name) < room(module) or same, f"lopsided.{module} imports lopsided.{name}, which comes after it"
 
 
 def test_every_place_in_the_line_is_taken() -> None:
@@ -152,6 +148,4 @@ def test_every_refusal_says_what_to_do() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
                 given = {keyword.arg for keyword in node.keywords}
-                assert "do" in given or None in given, (
-                    f"lopsided.{module}:{node.lineno}: {node.func.id} without do="
-                )
+                assert "do" in given or None in given, f"lopsided.{module}:{node.lineno}: {node.func.id} without do="

@@ -131,9 +131,7 @@ def test_a_placement_parses_back(placement: Placement) -> None:
     assert parse_placement(str(placement)) == placement
 
 
-@pytest.mark.parametrize(
-    "text", ["", "X", "S", "s0", "S-1", "S0/0", "S0x0", "S0/", "S0/2x3", "I ", "S0x3/", "RR"]
-)
+@pytest.mark.parametrize("text", ["", "X", "S", "s0", "S-1", "S0/0", "S0x0", "S0/", "S0/2x3", "I ", "S0x3/", "RR"])
 def test_a_text_that_is_no_placement_is_refused(text: str) -> None:
     with pytest.raises(ProgramError) as refused:
         parse_placement(text)

@@ -101,8 +101,7 @@ def test_a_conversion_is_made_once() -> None:
     program = lopsided.one_device(graph)
     first, second, *rest = program.steps
     twice = tuple(
-        replace(step, rule=Rule((S(0), R, R), (S(0),)), chains=((I, S(0)), (I, R), (I, R)))
-        for step in (first, second)
+        replace(step, rule=Rule((S(0), R, R), (S(0),)), chains=((I, S(0)), (I, R), (I, R))) for step in (first, second)
     )
     made = [(value.name, str(to)) for value, _, to in replace(program, steps=(*twice, *rest)).conversions()]
     assert made == [("x", "S0"), ("lin_weight", "R"), ("lin_bias", "R")]
@@ -142,9 +141,7 @@ def text_of(program: Program, old: str = "", new: str = "") -> str:
         ('update "parts.0.running_mean"', 'update "mean"', 'the graph does not update "mean" with'),
     ],
 )
-def test_a_text_that_is_no_program_is_refused_with_its_line(
-    program: Program, old: str, new: str, words: str
-) -> None:
+def test_a_text_that_is_no_program_is_refused_with_its_line(program: Program, old: str, new: str, words: str) -> None:
     with pytest.raises(ProgramError) as refused:
         parse_program(text_of(program, old, new), program.graph)
     assert words in refused.value.what
@@ -154,9 +151,7 @@ def test_a_text_that_is_no_program_is_refused_with_its_line(
 
 def test_a_buffer_that_is_not_updated_is_refused(program: Program) -> None:
     lines = [line for line in str(program).splitlines() if "num_batches" not in line or "update" not in line]
-    with pytest.raises(
-        ProgramError, match=r"the program does not update the buffer parts\.0\.num_batches_tracked"
-    ):
+    with pytest.raises(ProgramError, match=r"the program does not update the buffer parts\.0\.num_batches_tracked"):
         parse_program("\n".join(lines), program.graph)
 
 
@@ -184,10 +179,7 @@ def with_step(program: Program, name: str, **changes: object) -> Program:
 
 def test_leaves_must_be_placed_where_they_can_be(program: Program, book: RuleBook) -> None:
     rest = program.leaves[1:]
-    assert (
-        refusal(replace(program, leaves=rest), book).what
-        == "%lin_weight (parameter lin.weight) has no placement"
-    )
+    assert refusal(replace(program, leaves=rest), book).what == "%lin_weight (parameter lin.weight) has no placement"
     error = refusal(replace(program, leaves=(("lin_weight", P), *rest)), book)
     assert error.what == "%lin_weight (parameter lin.weight) cannot be placed P"
     assert error.do == "choose one of I, S0, S1"
@@ -196,9 +188,7 @@ def test_leaves_must_be_placed_where_they_can_be(program: Program, book: RuleBoo
 
 
 def test_a_buffer_cannot_be_cut(program: Program, book: RuleBook) -> None:
-    leaves = tuple(
-        (name, S(0) if "running_mean" in name else placement) for name, placement in program.leaves
-    )
+    leaves = tuple((name, S(0) if "running_mean" in name else placement) for name, placement in program.leaves)
     assert "cannot be placed S0" in refusal(replace(program, leaves=leaves), book).what
 
 

@@ -92,9 +92,7 @@ TABLE = {
 BY_NAME = {str(p): p for p in PLACEMENTS}
 
 
-def by_hand(
-    how: str, parts: list[Tensor], a: Placement, b: Placement, shares: tuple[float, ...]
-) -> list[Tensor]:
+def by_hand(how: str, parts: list[Tensor], a: Placement, b: Placement, shares: tuple[float, ...]) -> list[Tensor]:
     """What a collective does, with dense arrays and nothing of the library but the lengths of pieces."""
     rows = torch.tensor(cut(SHAPE[0], shares)).cumsum(0).tolist()
     columns = torch.tensor(cut(SHAPE[1], shares)).cumsum(0).tolist()
@@ -145,8 +143,7 @@ def test_the_table_is_complete() -> None:
 
 def kinds_as_placements(kinds: set[tuple[str, str]]) -> list[tuple[Placement, Placement]]:
     return [
-        (Placement(a, 0) if a == "S" else Placement(a), Placement(b, 1) if b == "S" else Placement(b))
-        for a, b in kinds
+        (Placement(a, 0) if a == "S" else Placement(a), Placement(b, 1) if b == "S" else Placement(b)) for a, b in kinds
     ]
 
 
@@ -198,9 +195,7 @@ def with_rule(book: RuleBook, op: str, wanted: Callable[[Rule], bool]) -> Progra
         return (have,) if have == need else (have, need)
 
     for step in program.steps:
-        rule = (
-            next(filter(wanted, book.rules[step.node.name]), step.rule) if step.node.op == op else step.rule
-        )
+        rule = next(filter(wanted, book.rules[step.node.name]), step.rule) if step.node.op == op else step.rule
         steps.append(replace(step, rule=rule, chains=tuple(map(chain, step.node.operands, rule.needs))))
         facts.update((value.name, give) for value, give in zip(step.node.results, rule.gives, strict=True))
     made = replace(
@@ -214,11 +209,7 @@ def with_rule(book: RuleBook, op: str, wanted: Callable[[Rule], bool]) -> Progra
 
 
 def kth_rules(book: RuleBook, op: str, k: int) -> list[Rule]:
-    return [
-        book.rules[node.name][k]
-        for node in book.graph.nodes
-        if node.op == op and k < len(book.rules[node.name])
-    ]
+    return [book.rules[node.name][k] for node in book.graph.nodes if node.op == op and k < len(book.rules[node.name])]
 
 
 def double(model: nn.Module, x: Tensor | None = None) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -258,15 +249,13 @@ def test_every_rule_of_every_node_by_itself() -> None:
 
 
 HARD: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "a value used in many placements": lambda m, x: (
-        lambda h: (h * h).sum() + (h @ h.t()).sum() + h.sum(0).prod()
-    )(m.lin(x)),
+    "a value used in many placements": lambda m, x: (lambda h: (h * h).sum() + (h @ h.t()).sum() + h.sum(0).prod())(
+        m.lin(x)
+    ),
     "a parameter used twice, transposed": lambda m, x: (m.lin(x) @ m.lin.weight * m.lin.bias).pow(2).sum(),
     "a parameter that is the loss": lambda m, x: m.lin.weight.pow(2).sum() + m.lin.bias.sum() * x.sum(),
     "scalars": lambda m, x: (m.lin(x).sum() * m.lin.bias[0] + m.lin.weight.mean()).exp().log1p() * x[0, 0],
-    "expanded values": lambda m, x: (
-        (m.lin(x)[:, :1].expand(4, 6) * m.lin.bias.expand(4, 6) + x).pow(2).mean()
-    ),
+    "expanded values": lambda m, x: (m.lin(x)[:, :1].expand(4, 6) * m.lin.bias.expand(4, 6) + x).pow(2).mean(),
     "results nobody uses": lambda m, x: (
         lambda h: h.max(1)[0].sum() + h.topk(3)[0][:, 1].sum() + h.split(2, 1)[1].sum()
     )(m.lin(x)),
@@ -275,19 +264,13 @@ HARD: dict[str, Callable[[Any, Tensor], Tensor]] = {
         (m.lin(x).unsqueeze(1) * x.unsqueeze(2)[:, :1]).squeeze(1).sum(0, keepdim=True).pow(2).sum()
     ),
     "sums of sums": lambda m, x: (m.lin(x).sum(0).sum() + m.lin(x).mean(1).mean()) * m.lin.weight.sum(),
-    "views of views": lambda m, x: (
-        m.lin(x).t().reshape(3, 2, 4).permute(2, 0, 1).flatten(1)[:, 1:5:2] ** 2
-    ).sum(),
+    "views of views": lambda m, x: (m.lin(x).t().reshape(3, 2, 4).permute(2, 0, 1).flatten(1)[:, 1:5:2] ** 2).sum(),
     "complex numbers": lambda m, x: torch.fft.rfft(m.lin(x), dim=1).abs().pow(2).sum(),
-    "cumulative": lambda m, x: (
-        (m.lin(x).cumsum(0) * m.lin(x).cumsum(1).flip(1)).sum() + m.lin(x).logsumexp(1).sum()
-    ),
+    "cumulative": lambda m, x: (m.lin(x).cumsum(0) * m.lin(x).cumsum(1).flip(1)).sum() + m.lin(x).logsumexp(1).sum(),
     "norms": lambda m, x: m.lin(x).norm() + m.lin(x).norm(dim=1).sum() + F.normalize(m.lin(x), dim=0).sum(),
     "einsum": lambda m, x: torch.einsum("ni,oi,no->", x, m.lin.weight, m.lin(x)),
     "gather and scatter": lambda m, x: (
-        lambda h, i: (
-            h.gather(1, i).sum() + torch.zeros(4, 6, dtype=h.dtype).scatter_add(1, i, h * x).pow(2).sum()
-        )
+        lambda h, i: h.gather(1, i).sum() + torch.zeros(4, 6, dtype=h.dtype).scatter_add(1, i, h * x).pow(2).sum()
     )(m.lin(x), x.argsort(1)),
     "a gradient that stops": lambda m, x: (m.lin(x) * m.lin(x).detach() - m.lin(x).detach().mean()).sum(),
     "nothing trained in the loss": lambda m, x: (m.lin(x) * 0).sum() + x.sum(),
@@ -300,9 +283,7 @@ HARD: dict[str, Callable[[Any, Tensor], Tensor]] = {
         m.lin(x).roll(1, 1).repeat(2, 3)[:, ::2] * m.lin(x).repeat_interleave(2, 0).tile(1, 2)[:, :9]
     ).sum(),
     "outer products": lambda m, x: (torch.outer(m.lin.bias, m.lin(x)[0]) @ m.lin.weight).tril().sum(),
-    "cross entropy": lambda m, x: (
-        F.cross_entropy(m.lin(x), x.argmax(1)) + F.cross_entropy(m.lin(x), x.softmax(1))
-    ),
+    "cross entropy": lambda m, x: F.cross_entropy(m.lin(x), x.argmax(1)) + F.cross_entropy(m.lin(x), x.softmax(1)),
 }
 
 
@@ -310,9 +291,7 @@ HARD: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_random_programs_compute_what_one_device_computes(name: str) -> None:
     found = lopsided.verify(ByHand(HARD[name]), {"x": example()}, programs=40, seed=3)
     assert found.capture_error < 1e-9
-    assert found.passed, (
-        f"{found.worst.where}: {found.worst.error} with {found.worst.shares}\n{found.worst.program}"
-    )
+    assert found.passed, f"{found.worst.where}: {found.worst.error} with {found.worst.shares}\n{found.worst.program}"
 
 
 def test_one_device_and_many() -> None:
@@ -361,8 +340,7 @@ def test_dropout_drops_each_piece_on_its_own() -> None:
 def test_two_layers_drop_different_elements() -> None:
     model = ByHand(
         lambda m, x: (
-            (F.dropout(torch.ones_like(x), 0.5) * F.dropout(torch.ones_like(x), 0.5)).sum()
-            + m.lin(x).sum() * 0
+            (F.dropout(torch.ones_like(x), 0.5) * F.dropout(torch.ones_like(x), 0.5)).sum() + m.lin(x).sum() * 0
         )
     )
     batch = {"x": torch.ones(100, 6)}
@@ -382,9 +360,7 @@ def local_batch_norm(shares: tuple[float, ...]) -> tuple[lopsided.Simulation, nn
     with torch.no_grad():
         model.parts[0].running_mean.normal_()
     graph = lopsided.capture(model, batch)
-    assert all(
-        rule.how != "batch_norm_local" for rules in derive_rules(graph).rules.values() for rule in rules
-    )
+    assert all(rule.how != "batch_norm_local" for rules in derive_rules(graph).rules.values() for rule in rules)
     book = derive_rules(graph, exact=False)
     program = with_rule(book, "lopsided.batch_norm.default", lambda rule: rule.how == "batch_norm_local")
     return lopsided.simulate(program, model, batch, shares), model, batch
@@ -423,9 +399,7 @@ def test_what_the_program_was_not_made_for_is_refused(
     simple: tuple[Program, nn.Module, dict[str, Tensor]],
 ) -> None:
     program, model, batch = simple
-    with pytest.raises(
-        CaptureError, match=r"input x has shape \(3, 6\), the graph was captured with \(4, 6\)"
-    ):
+    with pytest.raises(CaptureError, match=r"input x has shape \(3, 6\), the graph was captured with \(4, 6\)"):
         lopsided.simulate(program, model, {"x": batch["x"][:3]}, (1.0,))
     with pytest.raises(CaptureError, match="the batch has no input 'x'"):
         lopsided.simulate(program, model, {"y": batch["x"]}, (1.0,))

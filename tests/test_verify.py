@@ -19,9 +19,7 @@ from lopsided.verify import TOLERANCE, Verification, compare
 
 
 def said(found: Verification) -> str:
-    return (
-        f"capture {found.capture_error}; {found.worst.where}: {found.worst.error} with {found.worst.shares}"
-    )
+    return f"capture {found.capture_error}; {found.worst.where}: {found.worst.error} with {found.worst.shares}"
 
 
 @pytest.mark.parametrize("name", zoo.SMALL)
@@ -116,9 +114,7 @@ def test_bad_shares_are_refused() -> None:
 
 def outcome(loss: float = 1.0, gradient: float = 1.0, buffer: float = 1.0, spread: float = 0.0) -> Simulation:
     one = torch.ones(3, dtype=torch.float64)
-    return Simulation(
-        torch.tensor(loss, dtype=torch.float64), {"w": one * gradient}, {"b": one * buffer}, spread
-    )
+    return Simulation(torch.tensor(loss, dtype=torch.float64), {"w": one * gradient}, {"b": one * buffer}, spread)
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,10 @@ def repeat_interleave(call: Call) -> Written:
     return f"{spec(names)} -> {spec([*names[:dim], f'({names[dim]} T)', *names[dim + 1 :]])}", sizes
 
 
+def repeat_interleave_of_piece(local: Local) -> object:
+    return local.run(output_size=None)  # a hint about the whole dim, which a piece is not
+
+
 def unfold(call: Call) -> str:
     dim = dim_of(call, "dimension")
     names = letters(len(call.shapes[0]), [dim])
@@ -325,7 +329,7 @@ PARTS: dict[str, Op] = {
     "aten.rot90": Op(turned),
     "aten.repeat": Op(repeat),
     "aten.tile": Op(repeat),
-    "aten.repeat_interleave.self_int": Op(repeat_interleave),
+    "aten.repeat_interleave.self_int": Op(repeat_interleave, local=repeat_interleave_of_piece),
     "aten.unfold": Op(unfold),
     "aten.diagonal": Op(diagonal),
     "aten.linalg_diagonal": Op(diagonal),

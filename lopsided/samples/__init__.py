@@ -67,6 +67,11 @@ def sampled_ops() -> list[str]:
     return sorted(_by_op())
 
 
+def known_reason(op: str) -> str:
+    """Why the table leaves out rules of this op that hold, if that is known."""
+    return KNOWN_MISSING.get(op) or KNOWN_MISSING.get(op.rpartition(".")[0], "")
+
+
 def samples_of(op: str) -> list[Sample]:
     return list(_by_op().get(op, ()))
 

@@ -160,6 +160,7 @@ def _lengths(draw: Draw) -> Iterator[Sample]:
     yield sample("aten.tile.default", draw.real(5, 4, 3), [2, 1])
     yield sample("aten.repeat_interleave.self_int", draw.real(5, 4), 3, 1)
     yield sample("aten.repeat_interleave.self_int", draw.real(5, 4), 3)
+    yield sample("aten.repeat_interleave.self_int", draw.real(5, 4), 3, 1, output_size=12)
     yield sample("aten.pixel_shuffle.default", draw.real(5, 12, 4, 3), 2)
     yield sample("aten.pixel_unshuffle.default", draw.real(5, 3, 4, 6), 2)
     yield sample("aten.channel_shuffle.default", draw.real(5, 12, 3, 2), 3)

@@ -84,13 +84,9 @@ def check_range(name: str, key: str, value: Size, default: Size) -> None:
     fraction = isinstance(default, float) and default < 1
     low = min(default, 1)  # 0 as a default means: follow the width
     if fraction and not 0 <= value < 1:
-        raise ModelError(
-            f"{key}={value} is not a fraction", where=f"model {name!r}", do=f"choose 0 <= {key} < 1"
-        )
+        raise ModelError(f"{key}={value} is not a fraction", where=f"model {name!r}", do=f"choose 0 <= {key} < 1")
     if not fraction and not value >= low:
-        raise ModelError(
-            f"{key}={value} is too small", where=f"model {name!r}", do=f"choose {key} from {low} up"
-        )
+        raise ModelError(f"{key}={value} is too small", where=f"model {name!r}", do=f"choose {key} from {low} up")
 
 
 def close_to(word: str, words: Iterable[str]) -> str:

@@ -35,9 +35,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, width = x.shape
-        q, k, v = (
-            part.view(batch, seq, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=-1)
-        )
+        q, k, v = (part.view(batch, seq, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=-1))
         dropout_p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=self.causal)
         projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, width))
@@ -108,9 +106,7 @@ class MixtureOfExperts(nn.Module):
 class EncoderLayer(nn.Module):
     """Attention and a feed-forward part, each followed by residual and norm."""
 
-    def __init__(
-        self, width: int, heads: int, dropout: float, feed_forward: nn.Module, causal: bool = False
-    ) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, feed_forward: nn.Module, causal: bool = False) -> None:
         super().__init__()
         self.attention = SelfAttention(width, heads, dropout, causal)
         self.attention_norm = nn.LayerNorm(width)
@@ -165,10 +161,7 @@ def bert(
     heads, ffn = heads or heads_for(width, 64), ffn or 4 * width
     vocab = vocab or in_proportion(33280, width, 768)
     require_divides("heads", heads, "width", width)
-    blocks = [
-        EncoderLayer(width, heads, dropout, FeedForward(width, ffn, dropout), causal=True)
-        for _ in range(layers)
-    ]
+    blocks = [EncoderLayer(width, heads, dropout, FeedForward(width, ffn, dropout), causal=True) for _ in range(layers)]
     input_ids, labels = next_tokens(batch, seq, vocab)
     return Bert(vocab, seq, width, blocks), {"input_ids": input_ids, "labels": labels}
 
@@ -195,9 +188,7 @@ def bert_moe(
             width,
             heads,
             dropout,
-            MixtureOfExperts(width, ffn, experts, seq, dropout)
-            if i % 2
-            else FeedForward(width, ffn, dropout),
+            MixtureOfExperts(width, ffn, experts, seq, dropout) if i % 2 else FeedForward(width, ffn, dropout),
             causal=True,
         )
         for i in range(layers)

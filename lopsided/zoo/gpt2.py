@@ -20,9 +20,7 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, width = x.shape
-        q, k, v = (
-            part.view(batch, seq, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=-1)
-        )
+        q, k, v = (part.view(batch, seq, self.heads, -1).transpose(1, 2) for part in self.qkv(x).split(width, dim=-1))
         dropout_p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
         projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, width))

@@ -47,9 +47,7 @@ class GroupedAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, seq, _ = x.shape
-        q, k, v = (
-            project(x).view(batch, seq, -1, self.size).transpose(1, 2) for project in (self.q, self.k, self.v)
-        )
+        q, k, v = (project(x).view(batch, seq, -1, self.size).transpose(1, 2) for project in (self.q, self.k, self.v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         projected: Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, -1))

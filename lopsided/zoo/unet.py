@@ -73,9 +73,7 @@ class UNet(nn.Module):
         self.register_buffer("signal", kept.sqrt())
         self.register_buffer("blur", (1.0 - kept).sqrt())
         self.register_buffer("rates", torch.exp(torch.arange(base // 2) * (-math.log(10000.0) / (base // 2))))
-        self.time = nn.Sequential(
-            nn.Linear(2 * (base // 2), time_width), nn.SiLU(), nn.Linear(time_width, time_width)
-        )
+        self.time = nn.Sequential(nn.Linear(2 * (base // 2), time_width), nn.SiLU(), nn.Linear(time_width, time_width))
         self.entry = nn.Conv2d(3, base, 3, padding=1)
 
         def block(channels: int, width: int) -> ResidualBlock:
@@ -85,9 +83,7 @@ class UNet(nn.Module):
         self.shrink = nn.ModuleList()
         channels = base
         for level, width in enumerate(widths):
-            self.down.append(
-                nn.ModuleList(block(channels if i == 0 else width, width) for i in range(layers))
-            )
+            self.down.append(nn.ModuleList(block(channels if i == 0 else width, width) for i in range(layers)))
             channels = width
             if level < len(widths) - 1:
                 self.shrink.append(nn.Conv2d(width, width, 3, stride=2, padding=1))
@@ -98,9 +94,7 @@ class UNet(nn.Module):
         self.grow = nn.ModuleList()
         for level, width in reversed(list(enumerate(widths))):
             # Each block of the way up also reads what the matching block of the way down put aside.
-            self.up.append(
-                nn.ModuleList(block((channels if i == 0 else width) + width, width) for i in range(layers))
-            )
+            self.up.append(nn.ModuleList(block((channels if i == 0 else width) + width, width) for i in range(layers)))
             channels = width
             if level > 0:
                 self.grow.append(nn.Conv2d(width, width, 3, padding=1))
