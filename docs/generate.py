@@ -36,7 +36,8 @@ are called. Everything else is derived.
 
 From a line follow: all `I`; all `R`; for every index that may be cut, `S` where it is carried and `R` where it is
 not; the `P` rules of sums and products; and `[sfb]` rules, where a factor that lacks the cut index is used as
-`I` and its gradient comes from gathered factors. A dim of length one is broadcast: that operand does not carry the index.
+`I` and its gradient comes from gathered factors. A dim of length one is broadcast: that operand does not
+carry the index.
 
 The lines below are those of the first sample of each op; ops whose line depends on arguments have more.
 """

@@ -9,20 +9,17 @@ real, fake or on `meta`. Out: a `Graph` of the ops as people write them (`linear
     in-place ops, also through views         functional ops                      `lopsided.inplace`
     batch norm and buffers it changes        results of the node, graph updates  `_Tracer.batch_norm`
     parameters used under two names          one leaf                            `_Tracer.leaf`
-    control flow that depends on data        refused with the user's line        `_explain`
+    control flow that depends on data        refused with the user's line        `lopsided.explain`
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -32,7 +29,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from lopsided.errors import CaptureError, LopsidedError
+from lopsided.errors import CaptureError
+from lopsided.explain import explain, source_of
 from lopsided.export import assignments, export_flat
 from lopsided.graph import DTYPE_NAMES, Arg, Atom, Context, Graph, Leaf, Node, Ref, Source, Value
 from lopsided.inplace import Functional
@@ -190,82 +188,7 @@ def _export(wrapped: _Loss, tensors: tuple[Tensor, ...]) -> ExportedProgram:
     try:
         return export_flat(wrapped, tensors)
     except Exception as error:
-        raise _explain(wrapped.model, error) from error
-
-
-# What to change, by a word in the exception that export raised.
-_ADVICE = (
-    (
-        ("DataDependent", "data-dependent", "GuardOnDataDependent", "unbacked", "DynamicOutputShape"),
-        "the model decides something in Python by looking at a tensor's values",
-        "use torch.where or masks in place of the branch or the data-sized tensor, or switch the feature off"
-        " in the model's configuration",
-    ),
-    (
-        ("UnsupportedOperator", "NotImplementedError"),
-        "the model calls an op that cannot be traced",
-        "replace the op, or register a fake implementation for it with torch.library.register_fake",
-    ),
-    (
-        ("DeviceMismatch", "different devices"),
-        "the model meets tensors on different devices",
-        "put the model, the batch and the tensors of loss_fn on one device, or all on meta",
-    ),
-    (
-        ("mutat", "in-place"),
-        "the model changes a tensor in place in a way that cannot be traced",
-        "write the update as a new tensor",
-    ),
-    (
-        ("assign", "attribute"),
-        "the model changes its own attributes while it runs",
-        "keep changing state in registered buffers, or compute it without storing it on the module",
-    ),
-)
-
-
-def _explain(model: nn.Module, error: Exception) -> LopsidedError:
-    """The refusal for an exception from export: what, the user's line, and what to change."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        if isinstance(link, LopsidedError):
-            return link if link.where else type(link)(link.what, where=_user_frame(link), do=link.do, **link.facts)
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    where = next((place for e in reversed(chain) if (place := _user_frame(e))), type(model).__name__)
-    said = str(error).strip().splitlines()
-    text = f"{type(error).__name__} {error}"
-    cause = f"{type(error).__name__}: {said[0] if said else ''}"
-    for words, what, do in _ADVICE:
-        if any(word in text for word in words):
-            return CaptureError(f"{type(model).__name__} cannot be captured: {what}", where=where, cause=cause, do=do)
-    return CaptureError(
-        f"{type(model).__name__} cannot be captured",
-        where=where,
-        cause=cause,
-        do="check that model(batch) runs as it stands; the cause above is what it raised",
-    )
-
-
-def _user_frame(error: BaseException) -> str:
-    """The innermost line of the traceback that is the user's: not torch's and not ours."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not _is_internal(frame.filename):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
-    return ""
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
-_ZOO = os.path.join(_HERE, "zoo") + os.sep
-
-
-@cache
-def _is_internal(file: str) -> bool:
-    if file.startswith(_ZOO):
-        return False
-    return file.startswith((_TORCH, _HERE, "<")) or f"{os.sep}contextlib.py" in file
+        raise explain(wrapped.model, error) from error
 
 
 # From export's graph to ours
@@ -408,7 +331,7 @@ class _Tracer:
     def call(self, node: fx.Node, module: fx.GraphModule) -> None:
         target = node.target
         name = str(target)
-        source = _source(node)
+        source = source_of(node)
         if name.endswith("getitem>") or name == "<built-in function getitem>":
             container, index = self.names[node.args[0]], node.args[1]  # type: ignore[index]
             self.names[node] = container[index]  # type: ignore[index]
@@ -568,19 +491,3 @@ def _attribute(module: nn.Module, path: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     return found
-
-
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
-
-
-@lru_cache(maxsize=65536)
-def _frame(trace: str) -> tuple[str, int, str]:
-    frames = [(file, int(line), function) for file, line, function in _FRAME.findall(trace)]
-    return next((f for f in reversed(frames) if not _is_internal(f[0])), frames[-1] if frames else ("", 0, ""))
-
-
-def _source(node: fx.Node) -> Source:
-    file, line, function = _frame(node.meta.get("stack_trace") or "")
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0] if stack else ""
-    return Source(file, line, function, path.removeprefix("model").removeprefix("."))

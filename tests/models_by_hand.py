@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lopsided
 from lopsided.capture import LossFn, flatten_batch, loss_of
+from lopsided.errors import CaptureError
 from lopsided.graph import Graph
 from lopsided.simulate import Simulation
 
@@ -79,3 +83,35 @@ def assert_captured(model: nn.Module, batch: object, loss_fn: LossFn | None = No
 
 def ops(graph: Graph) -> list[str]:
     return [node.op.removeprefix("aten.") for node in graph.nodes]
+
+
+def only(graph: Graph, op: str) -> Any:
+    found = [node for node in graph.nodes if node.op.startswith(f"aten.{op}.")]
+    assert len(found) == 1, ops(graph)
+    return found[0]
+
+
+def refused(model: nn.Module, batch: object, **more: Any) -> CaptureError:
+    with pytest.raises(CaptureError) as error:
+        lopsided.capture(model, batch, **more)
+    assert error.value.do, error.value
+    return error.value
+
+
+class LanguageModel(nn.Module):
+    """Returns what it is told to: an object, a dict, or a plain loss."""
+
+    def __init__(self, how: str = "tensor") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> object:
+        loss = F.cross_entropy(self.head(self.embed(input_ids)).flatten(0, 1), labels.flatten())
+        return {
+            "tensor": loss,
+            "one": loss.reshape(1),
+            "dict": {"loss": loss},
+            "object": SimpleNamespace(loss=loss),
+        }[self.how]

@@ -18,6 +18,7 @@ ORDER = (
     "notation",
     "graph",
     "call",
+    "explain",
     "export",
     "inplace",
     "saved",

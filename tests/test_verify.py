@@ -25,18 +25,10 @@ def said(found: Verification) -> str:
 @pytest.mark.parametrize("name", zoo.SMALL)
 def test_models_of_the_zoo(name: str) -> None:
     model, batch = models.load(zoo.SMALL[name])
-    found = lopsided.verify(model, batch, shares=(0.5, 0.3, 0.2), programs=4)
+    found = lopsided.verify(model, batch, shares=(0.5, 0.3, 0.2), programs=100)
     assert found.passed, said(found)
     assert found.by_experiment == ()
-    assert [trial.shares for trial in found.trials[::2]] == [(0.5, 0.3, 0.2)] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", zoo.SMALL)
-def test_models_of_the_zoo_at_length(name: str) -> None:
-    model, batch = models.load(zoo.SMALL[name])
-    found = lopsided.verify(model, batch, programs=100, seed=1)
-    assert found.passed, said(found)
+    assert [trial.shares for trial in found.trials[::2]] == [(0.5, 0.3, 0.2)] * 50
 
 
 def test_every_placement_conversion_and_kind_of_rule_is_used() -> None:
