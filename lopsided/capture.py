@@ -161,7 +161,7 @@ def _check_call(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) 
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise CaptureError(
-            f"the batch does not fit {type(model).__name__}.forward: {error}",
+            f"the batch does not fit {model._get_name()}.forward: {error}",
             where=f"forward{inspect.signature(model.forward)}",
             do="name the batch's entries after the arguments of forward",
         ) from None

@@ -57,18 +57,18 @@ def explain(model: nn.Module, error: Exception) -> LopsidedError:
             return link if link.where else type(link)(link.what, where=_user_frame(link), do=link.do, **link.facts)
         chain.append(link)
         link = link.__cause__ or link.__context__
-    where = next((place for e in reversed(chain) if (place := _user_frame(e))), type(model).__name__)
+    where = next((place for e in reversed(chain) if (place := _user_frame(e))), model._get_name())
     said = str(error).strip().splitlines()
     text = f"{type(error).__name__} {error}"
     cause = f"{type(error).__name__}: {said[0] if said else ''}"
     for words, what, do in _ADVICE:
         if any(word in text for word in words):
-            return CaptureError(f"{type(model).__name__} cannot be captured: {what}", where=where, cause=cause, do=do)
+            return CaptureError(f"{model._get_name()} cannot be captured: {what}", where=where, cause=cause, do=do)
     return CaptureError(
-        f"{type(model).__name__} cannot be captured",
+        f"{model._get_name()} cannot be captured",
         where=where,
         cause=cause,
-        do="check that model(batch) runs as it stands; the cause above is what it raised",
+        do="check that model(**batch) runs; if it does, it takes another path while it is traced: give it what it misses there",
     )
 
 

@@ -85,6 +85,10 @@ class Loss(nn.Module):
         super().__init__()
         self.model, self.flags = model, flags
 
+    def _get_name(self) -> str:
+        """By what it is called in messages: the model, not what it is wrapped in."""
+        return type(self.model).__name__
+
     def forward(self, **batch: Tensor) -> Tensor:
         output = self.model(**batch, **self.flags)
         loss: Tensor | None = output.get("loss")
