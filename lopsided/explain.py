@@ -68,7 +68,8 @@ def explain(model: nn.Module, error: Exception) -> LopsidedError:
         f"{model._get_name()} cannot be captured",
         where=where,
         cause=cause,
-        do="check that model(**batch) runs; if it does, it takes another path while it is traced: give it what it misses there",
+        do="check that model(**batch) runs; if it does, it takes another path while it is traced, and misses something"
+        " there that the batch could give it",
     )
 
 
