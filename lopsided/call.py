@@ -1,7 +1,8 @@
 """Calling the op of a node on tensors: the one place where a node's name becomes a function.
 
 In: a `Node`, tensors for its operands. Out: what the op returns. Ops come from torch's `aten` by name, or from `OWN`:
-functional forms of ops that torch only has with side effects.
+functional forms of ops that torch only has with side effects. A graph may come from a stranger, so only ops that turn
+tensors into tensors are called: not those that write, and not those that open files.
 """
 
 from __future__ import annotations
@@ -37,6 +38,30 @@ def batch_norm(
 
 OWN: dict[str, Callable[..., Any]] = {"lopsided.batch_norm.default": batch_norm}
 
+WORD_ARGUMENTS = frozenset(
+    (
+        "UPLO",
+        "activation",
+        "algorithm",
+        "approximate",
+        "driver",
+        "equation",
+        "indexing",
+        "interpolation",
+        "mode",
+        "norm",
+        "ord",
+        "p",
+        "pad_mode",
+        "padding",
+        "padding_side",
+        "reduce",
+        "rounding_mode",
+        "side",
+    )
+)
+"""The string arguments of aten ops that choose how to compute. Any other may name a file, as `from_file`'s does."""
+
 
 @cache
 def resolve_op(name: str) -> Callable[..., Any]:
@@ -48,7 +73,26 @@ def resolve_op(name: str) -> Callable[..., Any]:
         raise GraphError(
             f"there is no op {name!r}", do="use the name of an op in torch.ops, such as aten.linear.default"
         )
+    if (why := impurity(overload)) is not None:
+        raise GraphError(
+            f"{name} cannot be part of a graph: it {why}",
+            do="use ops that return new tensors and do nothing else",
+        )
     return overload
+
+
+def impurity(overload: OpOverload) -> str | None:
+    """What an op does besides making tensors of its arguments, by its schema; None if nothing."""
+    schema = overload._schema
+    if schema.is_mutable:
+        return "writes to its arguments"
+    if not schema.returns or not all(str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns):
+        return "returns something else than tensors"
+    if overload.namespace == "aten":
+        for argument in schema.arguments:
+            if "str" in str(argument.type) and argument.name not in WORD_ARGUMENTS:
+                return f"takes a string, {argument.name!r}, that may name anything"
+    return None
 
 
 @cache

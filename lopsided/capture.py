@@ -1,4 +1,4 @@
-"""Capture: an ordinary model and a batch become one `Graph`. The only file that touches torch's internals.
+"""Capture: an ordinary model and a batch become one `Graph`.
 
 In: an `nn.Module` whose forward gives a scalar loss (or an object with `.loss`, or `loss_fn` makes one), and a batch,
 real, fake or on `meta`. Out: a `Graph` of the ops as people write them (`linear`, `layer_norm`, ...), from
@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from lopsided.errors import CaptureError
@@ -61,6 +62,7 @@ def _surrounding_autocast() -> str:
 
 def trace(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -> Graph:
     """Every call the model makes, also those that nothing depends on: a draw that is thrown away still draws."""
+    check_model(model, loss_fn)
     tensors, rebuild = flatten_batch(batch)
     wrapped = _Loss(model, rebuild, loss_fn, several=isinstance(batch, Mapping | tuple | list))
     _check_call(model, rebuild(list(tensors.values())))
@@ -153,6 +155,25 @@ class _Loss(nn.Module):
         with assignments(self.model, self.replaced):
             output = self.model(*args, **kwargs)
         return loss_of(output, given, self._loss_fn[0])
+
+
+def check_model(model: nn.Module, loss_fn: LossFn | None) -> None:
+    """Refuse what no trace would show."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"the model is a {type(model).__name__}", do="give an nn.Module")
+    if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+        raise CaptureError(
+            f"the loss {loss_fn._get_name()} has parameters to train, and only the model's are trained",
+            do="make the loss a part of the model, or its parameters constants with requires_grad_(False)",
+        )
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise CaptureError("the model has lazy parameters without a shape", do="run it once on a batch first")
+    for name, part in model.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise CaptureError(
+                f"module {name or model._get_name()} has a backward hook, which a captured graph would not call",
+                do="remove the hook, or write what it does to the gradient as an op of the forward pass",
+            )
 
 
 def _check_call(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -355,14 +376,15 @@ class _Tracer:
             )
         elif not isinstance(target, OpOverload) or not _is_tensors(node.meta.get("val")):
             # A number read from a tensor. Most end in a check, which is dropped; refused where an op needs it.
-            self.unknown[node] = self.refusal(node, source)
+            given = next((arg for arg in node.args if isinstance(arg, fx.Node) and arg in self.unknown), None)
+            self.unknown[node] = self.refusal(node, source) if given is None else self.unknown[given]
         else:
             self.op(node, target, source)
 
     def refusal(self, node: fx.Node, source: Source) -> CaptureError:
         if isinstance(node.target, OpOverload):
             return CaptureError(
-                "an op needs a Python number that the model reads from a tensor",
+                "an op needs a Python number that the model reads from a tensor (.item(), int(), float())",
                 where=str(source),
                 do="keep it a tensor, or compute it from shapes and constants",
             )

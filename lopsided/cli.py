@@ -24,29 +24,33 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch.nn.parameter import is_lazy
 
 from lopsided.capture import capture
 from lopsided.errors import InputError, LopsidedError, ModelError, SharesError
 from lopsided.graph import Graph
 from lopsided.models import load
+from lopsided.ops import TABLE
 from lopsided.placement import check_shares
-from lopsided.rules import RuleBook, derive_rules
+from lopsided.rules import RuleBook, derive_rules, describe_call
 from lopsided.sample import random_program
 from lopsided.samples import known_reason, sampled_ops, samples_of
 from lopsided.simulate import one_device, simulate
-from lopsided.validate import Finding, validate
-from lopsided.verify import TOLERANCE, Verification, compare, in_float64, verify
+from lopsided.validate import Finding, as_call, validate
+from lopsided.verify import Verification, compare, suspects, verify
+from lopsided.widen import TOLERANCE, in_float64
 
 app = typer.Typer(
     name="lopsided",
-    help="Train an ordinary PyTorch model on devices that are not alike.",
+    help="Distribute an ordinary PyTorch model over devices that are not alike: capture it, derive the ways to cut it, "
+    "and prove on imaginary devices that each computes what one device does.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(highlight=False, soft_wrap=True, emoji=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 _verbose = False
 
 
@@ -78,8 +82,18 @@ def main() -> NoReturn:
     except LopsidedError as error:
         if _verbose:
             err.print_exception()
+        if "--json" in sys.argv:
+            told = {"error": type(error).__name__, "what": error.what, "where": error.where, "do": error.do}
+            out.print_json(json.dumps(told))
         err.print(f"[bold]{type(error).__name__}[/bold]: {escape(str(error))}")
         sys.exit(2 if isinstance(error, InputError) else 1)
+    except Exception as error:
+        # Not one of ours: a mistake of this program, or of a model in a place we did not expect.
+        if _verbose:
+            err.print_exception()
+        err.print(escape(f"{type(error).__name__}: {error}"))
+        err.print("  do      run it again with -v for the traceback; if the fault is not in the model, report it")
+        sys.exit(1)
     sys.exit(0)
 
 
@@ -156,11 +170,17 @@ def _say_experiments(book: RuleBook) -> None:
 @app.command("rules")
 def rules_command(
     op: Annotated[str, typer.Option(help="Only this op, for example linear or aten.linear.default.")] = "",
+    listing: Annotated[bool, typer.Option("--list", help="Only name the ops, with a line each.")] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Validate the table of rules on real kernels: wrong rules, and valid rules it does not derive."""
     ops = _ops_named(op)
+    if listing:
+        for name in ops:
+            described = describe_call(as_call(samples_of(name)[0])[0])
+            out.print(escape(f"{name:<40} {described.text if described else ''}"))
+        return
     torch.set_num_threads(1)  # thousands of tiny kernels: threads cost more than they bring
     findings: list[Finding] = []
     with _progress("validating", len(ops), quiet=as_json) as advance, _without_kernels_warnings():
@@ -183,7 +203,10 @@ def _ops_named(op: str) -> list[str]:
     if not found:
         close = difflib.get_close_matches(op, [name.split(".")[1] for name in ops], 3, 0.5)
         hint = f"did you mean {', '.join(dict.fromkeys(close))}? " if close else ""
-        raise ModelError(f"no op {op!r} in the table", do=f"{hint}`lopsided rules` lists all {len(ops)}")
+        named = [name for name in TABLE if op in (name, name.split(".")[1])]
+        if named:
+            raise ModelError(f"{named[0]} has a line but no sample", do="add one to its family in lopsided/samples/")
+        raise ModelError(f"no op {op!r} in the table", do=f"{hint}`lopsided rules --list` names all {len(ops)}")
     return found
 
 
@@ -243,7 +266,7 @@ def _print_findings(findings: list[Finding], *, details: bool) -> None:
             out.print(escape(f"WRONG    {finding.sample}  {finding.line}\n         {rule}  error {_finite(error)}"))
         if finding.missing:
             rules_held = "; ".join(map(str, finding.missing))
-            reason = known_reason(finding.sample.op) or "nobody knows why: improve the line"
+            reason = known_reason(finding.sample.op) or "the line does not give this: should an index be lower case?"
             out.print(escape(f"missing  {finding.sample}  {finding.line}\n         {rules_held}\n         {reason}"))
     rules = sum(len(finding.rules) for finding in findings)
     wrong = sum(len(finding.wrong) for finding in findings)
@@ -258,7 +281,10 @@ def _print_findings(findings: list[Finding], *, details: bool) -> None:
 @app.command("verify")
 def verify_command(
     model: Model,
-    shares: Annotated[str, typer.Option(help="What part each device does: .5,.3,.2")] = "0.5,0.3,0.2",
+    shares: Annotated[
+        str,
+        typer.Option(help="What part each device does, in every second program."),
+    ] = "0.5,0.3,0.2",
     programs: Annotated[int, typer.Option(help="How many random programs.", min=1)] = 50,
     batch: Batch = None,
     seed: Seed = 0,
@@ -283,7 +309,7 @@ def verify_command(
 
 def _one_thread_if_small(module: torch.nn.Module) -> None:
     # Kernels of a small model are shorter than the waking of a thread.
-    if sum(p.numel() for p in module.parameters()) < 1_000_000:
+    if sum(0 if is_lazy(p) else p.numel() for p in module.parameters()) < 1_000_000:
         torch.set_num_threads(1)
 
 
@@ -305,6 +331,7 @@ def _verification_json(model: str, result: Verification, seconds: float) -> dict
         "worst_error": _finite(worst.error),
         "worst_where": worst.where,
         "capture_error": _finite(result.capture_error),
+        "capture_tolerance": result.capture_tolerance,
         "tolerance": TOLERANCE,
         "nodes": len(result.graph.nodes),
         "placements": dict(result.placements),
@@ -333,10 +360,22 @@ def _print_verification(model: str, result: Verification, seconds: float) -> Non
         out.print(f"  no line     {', '.join(result.by_experiment)}: rules by experiment")
     out.print(f"  capture     the graph against the model itself: {result.capture_error:.1e}")
     out.print(f"  worst error {worst.error:.1e} in {worst.where}, shares {', '.join(f'{s:.2f}' for s in worst.shares)}")
+    if result.capture_tolerance > TOLERANCE:
+        out.print("              (the model does not run in float64, so that comparison is in its own dtype)")
     if result.passed:
         out.print(f"[green]same as one device[/green] (within {TOLERANCE:.0e}, float64)")
-    else:
+        return
+    if not result.capture_error <= result.capture_tolerance:
+        out.print(
+            f"[red]not the same as one device[/red]: the captured graph is not the model "
+            f"({result.capture_error:.1e} > {result.capture_tolerance:.0e}). Does it depend on more than its inputs, "
+            "parameters and buffers: a Python counter, another random generator, a hook?"
+        )
+    if not worst.error <= TOLERANCE:
         out.print(escape(f"\nthe worst program:\n{worst.program}"))
+        for op, rule, failing, others in suspects(result)[:3]:
+            out.print(escape(f"suspect  {op} by {rule}: in {failing} programs that differ, in {others} that do not"))
+        out.print("A rule is wrong: `lopsided rules --op NAME` tries those of one op. Please report it with the model.")
         out.print(f"[red]not the same as one device[/red]: {worst.error:.1e} > {TOLERANCE:.0e}")
 
 
@@ -368,7 +407,8 @@ def demo_command(verbose: Verbose = False) -> None:
         out.print(f"     {escape(str(rule))}")
     out.print(
         f"   {sum(map(len, book.rules.values()))} rules in all. "
-        "I whole, R whole with a partial gradient, P a term of a sum, S cut"
+        "I whole, R whole with a partial gradient, P a term of a sum, S cut\n"
+        "   (S0: along dim 0; S0x3/16: dim 0 seen as 3 × length × 16, and the length is cut: heads of a fused matrix)"
     )
     program = random_program(book, random.Random(4))
     out.print(
@@ -387,7 +427,7 @@ def demo_command(verbose: Verbose = False) -> None:
     out.print(f"   loss on three          {found.loss.item():.15f}")
     out.print(f"   {len(found.gradients)} gradients: worst relative error {error:.1e} ({where})")
     out.print(f"   {'[green]the same[/green]' if error <= TOLERANCE else '[red]NOT the same[/red]'}")
-    out.print("\nTry your own model: lopsided verify your_file.py:your_function")
+    out.print("\nTry your own model: .venv/bin/lopsided verify your_file.py:your_function")
     raise typer.Exit(0 if error <= TOLERANCE else 1)
 
 

@@ -28,9 +28,9 @@ from lopsided.graph import DTYPE_NAMES, Arg, Ref, Value, signature
 from lopsided.notation import Rule
 from lopsided.ops.op import Call
 from lopsided.placement import I, P, Placement, R, S
-from lopsided.trial import in_float64, random_operands, try_rule
+from lopsided.trial import random_operands, try_rule
+from lopsided.widen import TOLERANCE, widen_node, widen_value
 
-_TOLERANCE = 1e-9
 _MOST_HYPOTHESES = 4000
 _LARGE = 1 << 18
 _PATIENCE_S = 60.0
@@ -51,11 +51,12 @@ def rules_by_experiment(call: Call) -> tuple[Rule, ...]:
 
 
 def _found(call: Call) -> tuple[Rule, ...]:
-    small = _shrunk(in_float64(call))
-    if small is None:
-        return ()
-    call_small, operands = small
-    return held(call_small, operands, list(itertools.islice(hypotheses(call_small), _MOST_HYPOTHESES)))
+    small, sets = _shrunk(Call(widen_node(call.node), tuple(map(widen_value, call.operands))))
+    # A rule must hold wherever it is tried: an op may be linear for small numbers only.
+    rules = tuple(itertools.islice(hypotheses(small), _MOST_HYPOTHESES)) if sets else ()
+    for operands in sets:
+        rules = held(small, operands, rules)
+    return rules
 
 
 def held(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -118,10 +119,10 @@ def _read(reading: int, child: int) -> bytes:
 
 def holds(call: Call, operands: list[Tensor], rule: Rule) -> bool:
     """Two devices forward first, because most hypotheses fail there; then three with other pieces, with gradients."""
-    if try_rule(call, operands, rule, (0.6, 0.4), backward=False) > _TOLERANCE:
+    if try_rule(call, operands, rule, (0.6, 0.4), backward=False) > TOLERANCE:
         return False
     return all(
-        try_rule(call, operands, rule, shares, seed=7) <= _TOLERANCE for shares in ((0.5, 0.2, 0.3), (0.25, 0.75))
+        try_rule(call, operands, rule, shares, seed=7) <= TOLERANCE for shares in ((0.5, 0.2, 0.3), (0.25, 0.75))
     )
 
 
@@ -154,19 +155,16 @@ def _cuts(value: Value, length: int) -> list[Placement]:
     return [S(d) for d, size in enumerate(value.shape) if size == length]
 
 
-def _shrunk(call: Call) -> tuple[Call, list[Tensor]] | None:
-    """The call on sizes small enough to try many times; as it is where it is small, or where it cannot be shrunk."""
-    if sum(value.elements for value in call.operands) > _LARGE:
+def _shrunk(call: Call) -> tuple[Call, list[list[Tensor]]]:
+    """The call on sizes small enough to try many times, or as it is where it cannot be shrunk; with operands for it."""
+    elements = sum(value.elements for value in call.operands)
+    if elements > _LARGE:
         sizes = sorted({size for shape in (*call.shapes, *call.results) for size in shape if size > 1})
         # Different sizes stay different and in order, and equal ones equal.
-        smaller = {size: min(size, 3 + k) for k, size in enumerate(sizes)}
-        small = _resized(call, smaller)
-        if small is not None and (operands := random_operands(small)) is not None:
-            return small, operands
-        if sum(value.elements for value in call.operands) > 64 * _LARGE:
-            return None
-    operands_as_is = random_operands(call)
-    return None if operands_as_is is None else (call, operands_as_is)
+        small = _resized(call, {size: min(size, 3 + k) for k, size in enumerate(sizes)})
+        if small is not None and (sets := random_operands(small)):
+            return small, sets
+    return call, random_operands(call) if elements <= 64 * _LARGE else []
 
 
 def _resized(call: Call, smaller: dict[int, int]) -> Call | None:

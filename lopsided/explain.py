@@ -36,6 +36,11 @@ _ADVICE = (
         "put the model, the batch and the tensors of loss_fn on one device, or all on meta",
     ),
     (
+        ("fake tensor in the exported program constant",),
+        "the model differentiates inside its forward pass, or reads .data of a parameter",
+        "compute without torch.autograd.grad and .data in forward",
+    ),
+    (
         ("mutat", "in-place"),
         "the model changes a tensor in place in a way that cannot be traced",
         "write the update as a new tensor",

@@ -1,11 +1,12 @@
 """torch.export, with what it would lose put right.
 
-In: a module and its tensors. Out: an `ExportedProgram` whose graph is flat. Four things export does not tell:
+In: a module and its tensors. Out: an `ExportedProgram` whose graph is flat. Five things export does not tell:
 
     no_grad inside autocast        one of the two is lost: markers stay where they are  `_flat_regions`
     a torch.autograd.Function      its backward is lost: refused, unless its forward's  `_functions_watched`
     buffers a submodule assigns    the new value is lost: written to the buffer instead `assignments`
     other attributes assigned      tracing tensors are left behind: put back            `_attributes_kept`
+    hooks on gradients             they are lost: refused                               `_hooks_watched`
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx
+from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -39,11 +41,38 @@ def export_flat(module: nn.Module, tensors: tuple[Tensor, ...]) -> ExportedProgr
         _quiet(),
         _flat_regions(),
         _functions_watched(),
+        _hooks_watched(),
+        _distributions_unchecked(),
         _attributes_kept(module),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
         return torch.export.export(module, tensors, strict=False)
+
+
+@contextmanager
+def _hooks_watched() -> Iterator[None]:
+    """A hook on a tensor's gradient would be lost without a word."""
+
+    def refuse(self: Tensor, hook: Callable[..., Any]) -> None:
+        raise CaptureError(
+            "the model hooks the gradient of a tensor (register_hook), which a captured graph would not call",
+            do="write what the hook does to the gradient as an op of the forward pass",
+        )
+
+    with patch.object(Tensor, "register_hook", refuse):
+        yield
+
+
+@contextmanager
+def _distributions_unchecked() -> Iterator[None]:
+    """torch.distributions looks at the values of its arguments, which a trace does not have, to refuse bad ones."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextmanager

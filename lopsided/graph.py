@@ -10,11 +10,10 @@ In: nodes and leaves. Out: `Graph`, which prints, parses back and checks itself.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +36,21 @@ DTYPES: dict[str, torch.dtype] = {
     "c128": torch.complex128,
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+LAYOUTS: dict[str, torch.layout] = {
+    "strided": torch.strided,
+    "sparse_coo": torch.sparse_coo,
+    "sparse_csr": torch.sparse_csr,
+    "sparse_csc": torch.sparse_csc,
+    "sparse_bsr": torch.sparse_bsr,
+    "sparse_bsc": torch.sparse_bsc,
+    "jagged": torch.jagged,
+}
+MEMORY_FORMATS: dict[str, torch.memory_format] = {
+    "contiguous_format": torch.contiguous_format,
+    "preserve_format": torch.preserve_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +96,32 @@ class Atom:
     name: str
 
     def resolve(self) -> object:
-        if self.kind == "dtype":
-            return DTYPES[self.name]
+        """The constant itself. Names are looked up in tables, never in torch: they may come from a stranger."""
+        tables: dict[str, Mapping[str, object]] = {
+            "dtype": DTYPES,
+            "layout": LAYOUTS,
+            "memory_format": MEMORY_FORMATS,
+        }
         if self.kind == "device":
-            return torch.device(self.name)
-        return getattr(torch, self.name)
+            if (device := _device(self.name)) is not None:
+                return device
+            raise GraphError(f"there is no device {self.name!r}", do="write it like cpu, cuda or cuda:1")
+        if self.kind not in tables:
+            raise GraphError(
+                f"there is no kind of constant {self.kind!r}", do=f"use one of device, {', '.join(tables)}"
+            )
+        if self.name not in tables[self.kind]:
+            raise GraphError(f"there is no {self.kind} {self.name!r}", do=f"use one of {', '.join(tables[self.kind])}")
+        return tables[self.kind][self.name]
+
+
+def _device(name: str) -> torch.device | None:
+    if not re.fullmatch(r"[a-z]{1,20}(:[0-9]{1,2})?", name):
+        return None
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        return None
 
 
 Arg = None | bool | int | float | complex | str | Ref | Atom | tuple["Arg", ...]
@@ -325,9 +360,16 @@ def print_graph(graph: Graph, *, sources: bool = True) -> str:
 
 # Parsing: `parse_graph(str(graph)) == graph`; nothing in a text is ever evaluated.
 
+OWN_NAMESPACES = ("aten", "lopsided")
+"""Where the ops of a text come from, unless `parse_graph` is told of more."""
+
+_WORDS: dict[str, Arg] = {"None": None, "True": True, "False": False}
+_DEEPEST = 32
+"""How deep the lists of an argument may nest: torch's own go two deep, and Python's stack ends near a thousand."""
+
 _TOKEN = re.compile(
     r'\s*("(?:[^"\\]|\\.)*"|%[\w.]+|(?:dtype|device|layout|memory_format):[\w:]+'
-    r"|[-+]?\([^()]*j\)|[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?j?|inf\b|nan\b)|[A-Za-z_][\w.]*|∂|[\[\](){}=,;:+]|\S)"
+    r"|\([^()]*j\)|[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?j?|inf\b|nan\b)|[A-Za-z_][\w.]*|∂|[\[\](){}=,;:+]|\S)"
 )
 
 
@@ -338,12 +380,10 @@ class _Reader:
         self.text, self.number, self.position = text, number, 0
         self.tokens: list[str] = _TOKEN.findall(text)
 
-    def fail(self, why: str) -> GraphError:
-        return GraphError(
-            f"graph text does not parse: {why}",
-            where=f"line {self.number}: {self.text.strip()}",
-            do="compare with a printed graph",
-        )
+    def fail(self, why: str, do: str = "compare with a printed graph") -> GraphError:
+        line = self.text.strip()
+        shown = line if len(line) <= 500 else f"{line[:500]}..."
+        return GraphError(f"graph text does not parse: {why}", where=f"line {self.number}: {shown}", do=do)
 
     @property
     def next(self) -> str:
@@ -378,8 +418,9 @@ class _Reader:
 
     def integer(self) -> int:
         token = self.take()
-        if not re.fullmatch(r"\+?\d+", token):
-            raise self.fail(f"expected a whole number, found {token!r}")
+        # No size or count of bytes is beyond 64 bits, and int() itself gives up on thousands of digits.
+        if not re.fullmatch(r"\+?[0-9]{1,19}", token) or int(token) >= 2**63:
+            raise self.fail(f"expected a whole number, found {_short(token)}")
         return int(token)
 
     def listed(self, close: str) -> Iterator[None]:
@@ -397,30 +438,70 @@ class _Reader:
         shape = tuple(self.integer() for _ in self.listed("]"))
         return Value(name, shape, dtype, grad)
 
-    def arg(self) -> Arg:
+    def arg(self, depth: int = 0) -> Arg:
+        if depth > _DEEPEST:
+            raise self.fail(f"lists nest more than {_DEEPEST} deep")
         token = self.take()
         if token == "[":
-            return tuple(self.arg() for _ in self.listed("]"))
-        if token.startswith("%"):
+            return tuple(self.arg(depth + 1) for _ in self.listed("]"))
+        if token.startswith("%") and len(token) > 1:
             return Ref(token[1:])
-        if ":" in token and not token.startswith('"'):
-            kind, _, name = token.partition(":")
-            return Atom(kind, name)
-        if token in ("inf", "-inf", "nan"):
-            return float(token)
-        if re.fullmatch(r"\(\S+j\)", token):
-            return complex(token)
+        if token in _WORDS:
+            return _WORDS[token]
+        if not token.startswith('"') and len(token) > 1 and ":" in token:
+            return self.atom(token)
         try:
-            literal = ast.literal_eval(token)
-        except (ValueError, SyntaxError):
-            raise self.fail(f"{token!r} is not an argument") from None
-        if literal is None or isinstance(literal, bool | int | float | complex | str):
-            return literal
-        raise self.fail(f"{token!r} is not an argument")
+            return _literal(token)
+        except ValueError:
+            raise self.fail(f"{_short(token)} is not an argument") from None
+
+    def atom(self, token: str) -> Atom:
+        kind, _, name = token.partition(":")
+        atom = Atom(kind, name)
+        try:
+            atom.resolve()
+        except GraphError as error:
+            raise self.fail(error.what, error.do) from None
+        return atom
+
+    def op(self, namespaces: Collection[str]) -> str:
+        name = self.take()
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+){2}", name):
+            raise self.fail(f"expected the name of an op such as aten.linear.default, found {_short(name)}")
+        namespace = name.partition(".")[0]
+        if namespace not in namespaces:
+            raise self.fail(
+                f"{name} is not an op of {' or '.join(namespaces)}",
+                f"if you trust the text, parse_graph(text, namespaces=({namespace!r},)) lets it use your own ops",
+            )
+        return name
 
 
-def parse_graph(text: str) -> Graph:
-    """The graph that prints as `text`."""
+def _literal(token: str) -> Arg:
+    """The string or number a token is; ValueError if it is none."""
+    if token.startswith('"'):
+        text: str = json.loads(token)
+        return text
+    if token.startswith("(") or re.fullmatch(r"[-+]?[0-9][^a-zA-Z]*([eE][-+]?[0-9]+)?j", token):
+        return complex(token)
+    if re.fullmatch(r"[-+]?[0-9]+", token):
+        return int(token)
+    if re.fullmatch(r"[-+]?([0-9].*|inf|nan)", token):
+        return float(token)
+    raise ValueError(token)
+
+
+def _short(token: str) -> str:
+    return repr(token if len(token) <= 60 else f"{token[:60]}...")
+
+
+def parse_graph(text: str, *, namespaces: Collection[str] = ()) -> Graph:
+    """The graph that prints as `text`, which may come from a stranger.
+
+    It can name ops of torch's `aten` and our own, and those of `namespaces`, such as `("example",)` for ops you
+    registered as `example::...`.
+    """
+    allowed = (*OWN_NAMESPACES, *namespaces)
     leaves: list[Leaf] = []
     nodes: list[Node] = []
     updates: list[tuple[str, str]] = []
@@ -441,9 +522,11 @@ def parse_graph(text: str) -> Graph:
                 results.append(reader.value())
             reader.expect("=")
             if reader.next in ("input", "parameter", "buffer", "constant"):
+                if len(results) > 1:
+                    raise reader.fail(f"{reader.next} stands for one value, not {len(results)}")
                 leaves.append(_leaf(reader, results[0]))
             else:
-                nodes.append(_node(reader, tuple(results)))
+                nodes.append(_node(reader, tuple(results), allowed))
         if reader.next:
             raise reader.fail(f"unexpected {reader.next!r}")
     if not loss:
@@ -464,8 +547,8 @@ def _leaf(reader: _Reader, value: Value) -> Leaf:
     return Leaf(value, kind, target, tuple(also))
 
 
-def _node(reader: _Reader, results: tuple[Value, ...]) -> Node:
-    op = reader.take()
+def _node(reader: _Reader, results: tuple[Value, ...], namespaces: Collection[str]) -> Node:
+    op = reader.op(namespaces)
     reader.expect("(")
     args: list[Arg] = []
     kwargs: list[tuple[str, Arg]] = []
@@ -473,6 +556,8 @@ def _node(reader: _Reader, results: tuple[Value, ...]) -> Node:
         after = reader.tokens[reader.position + 1 : reader.position + 2]
         if after == ["="]:
             key = reader.take()
+            if not key.isidentifier() or any(key == other for other, _ in kwargs):
+                raise reader.fail(f"{_short(key)} is not the name of a new argument")
             reader.expect("=")
             kwargs.append((key, reader.arg()))
         else:
@@ -502,4 +587,7 @@ def _node(reader: _Reader, results: tuple[Value, ...]) -> Node:
 def _autocast(reader: _Reader) -> str:
     device = reader.take()
     reader.expect(":")
-    return f"{device}:{reader.take()}"
+    dtype = reader.take()
+    if _device(device) is None or dtype not in (*DTYPES, "off"):
+        raise reader.fail(f"there is no autocast {_short(f'{device}:{dtype}')}", "write it like cpu:bf16 or cuda:off")
+    return f"{device}:{dtype}"

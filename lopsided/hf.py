@@ -12,7 +12,9 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +64,11 @@ OURS = {"batch": 3, "seq": 10}
 
 MODEL_NAME = re.compile("For[A-Z]")
 
-IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+IMPLEMENTATIONS: dict[str, str] = {
+    "attn_implementation": "eager, sdpa, flex_attention or flash_attention_2",
+    "experts_implementation": "eager, batched_mm or grouped_mm",
+}
+"""Overrides that choose among implementations, with the words they take; anything with a / is a kernel to download."""
 
 FIRST_PLAIN_TOKEN = 10
 """Ids below are left to padding, beginnings and ends; the batch draws its tokens from here up."""
@@ -168,6 +174,7 @@ def keep_layers(model: nn.Module) -> None:
 
 def find_class(class_name: str) -> Any:
     """The model class of `transformers` with this name."""
+    go_offline()
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
@@ -184,6 +191,14 @@ def find_class(class_name: str) -> Any:
             do=f"did you mean {' or '.join(close)}?" if close else "name a class, e.g. hf:LlamaForCausalLM",
         )
     return found
+
+
+def go_offline() -> None:
+    """Keep `transformers` from downloading anything, whatever the environment says."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # The hub's client reads the environment once, and the caller may have imported it before.
+    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+        vars(constants)["HF_HUB_OFFLINE"] = True
 
 
 def shrink(config: Any, config_class: Any) -> dict[str, Any]:
@@ -227,10 +242,13 @@ def plain_token(key: str, unique: int) -> int:
 
 def override(values: dict[str, Any], config: Any, key: str, text: str, where: str) -> None:
     """Put `key=text` into the arguments; the type is that of the configuration's own value."""
+    *path, last = key.split(".")
+    # With a leading underscore it is the configuration's own name for the same.
+    if (words := IMPLEMENTATIONS.get(last.lstrip("_"))) is not None and not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", text):
+        raise ModelError(f"{key}={text} is not the name of an implementation", where=where, do=f"choose {words}")
     if key in IMPLEMENTATIONS:
         values[key] = text
         return
-    *path, last = key.split(".")
     for part in path:
         config = getattr(config, part, None)
         values = values.setdefault(part, {})

@@ -290,7 +290,7 @@ class _GatheredFactors(torch.autograd.Function):
             for need, parts in zip(rule.needs, saved, strict=True)
         ]
         dy = [join_pieces(gradients[k * devices : (k + 1) * devices], give) for k, give in enumerate(rule.gives)]
-        wanted = [k for k, need in enumerate(rule.needs) if need == I and whole[k].dtype.is_floating_point]
+        wanted = [k for k, need in enumerate(rule.needs) if need == I and call.operands[k].grad]
         for k in wanted:
             whole[k].requires_grad_()
         one_device = Rule((I,) * len(rule.needs), (I,) * len(rule.gives))

@@ -54,7 +54,6 @@ _SAME_ORDER = (
     "atleast_3d",
 )
 _REORDERED = ("t", "transpose", "permute", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims")
-_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +160,12 @@ class Functional:
         return name
 
     def _write(self, node: Node, target: OpOverload, written: int) -> str:
-        destination = node.args[0] if node.args else None
-        if not isinstance(destination, Ref) or written != 0:
+        into = dict(node.kwargs).get("out")
+        destination = into if into is not None else node.args[0] if node.args else None
+        if not isinstance(destination, Ref) or (written != 0 and into is None):
             raise _refusal(node, f"{node.op} writes into an argument")
+        if into is not None:
+            node = replace(node, kwargs=tuple((key, arg) for key, arg in node.kwargs if key != "out"))
         if torch.Tag.inplace_view in target.tags and "detach" not in node.op:
             raise CaptureError(
                 f"{node.op} changes the shape of a tensor in place",
@@ -291,7 +293,7 @@ def _functional_form(node: Node, target: OpOverload) -> OpOverload:
     namespace, _, packet = target._schema.name.partition("::")
     name = _RENAMED.get(packet, packet.removesuffix("_"))
     found = getattr(getattr(torch.ops, namespace), name, None) if packet not in ("set_", "resize_") else None
-    types = [str(argument.type) for argument in target._schema.arguments]
+    types = [str(argument.type) for argument in target._schema.arguments if argument.name != "out"]
     for overload in found.overloads() if found is not None else ():
         form: OpOverload = getattr(found, overload)
         written = any(a.alias_info is not None and a.alias_info.is_write for a in form._schema.arguments)
@@ -344,7 +346,7 @@ def _put_back(view: Node, parent: Value, content: str) -> Node:
 
 def _way_back(view: Node, rank: int) -> tuple[int, ...]:
     """The order of dims that undoes a view, found by taking it of a shape whose dims are all different."""
-    probe = torch.empty(_PRIMES[:rank], device="meta")
+    probe = torch.empty(tuple(range(2, rank + 2)), device="meta")
     args = [list(arg) if isinstance(arg, tuple) else arg for arg in view.args[1:]]
     moved = resolve_op(view.op)(probe, *args)
     return tuple(moved.shape.index(size) for size in probe.shape)

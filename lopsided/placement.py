@@ -109,7 +109,9 @@ def check_shares(shares: Sequence[float]) -> tuple[float, ...]:
     if abs(sum(shares) - 1) > 1e-6:
         raise SharesError(
             f"shares sum to {sum(shares):g}, not 1: {text}",
-            do="divide each by their sum: " + ", ".join(f"{s / (sum(shares) or 1):.4g}" for s in shares),
+            do="divide each by their sum: " + ", ".join(f"{s / sum(shares):.4g}" for s in shares)
+            if sum(shares)
+            else "give at least one device something to do",
         )
     # Exactly one, so that pieces of however long a dim sum to its length.
     return tuple(share / sum(shares) for share in shares)

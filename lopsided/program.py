@@ -202,25 +202,41 @@ def check_program(program: Program, book: RuleBook) -> None:
             "the program and the rule book belong to different graphs",
             do="derive the rules of the program's graph",
         )
+    placed = dict(program.leaves)
+    for leaf in graph.leaves:
+        at = placed.get(leaf.value.name, I)
+        if at not in book.leaves[leaf.value.name]:
+            raise ProgramError(
+                f"%{leaf.value.name} ({leaf.kind} {leaf.target}) cannot be placed {at}",
+                where=str(leaf.value),
+                do=f"choose one of {', '.join(map(str, book.leaves[leaf.value.name]))}",
+            )
+    for step in program.steps:
+        rules = book.rules[step.node.name]
+        if step.rule not in rules and len(step.chains) == len(step.node.operands):
+            raise ProgramError(
+                f"{step.node.op} has no rule {step.rule}",
+                where=_step_line(step),
+                do=f"use one of its rules: {'; '.join(map(str, rules))}",
+            )
+    check_facts(program)
+
+
+def check_facts(program: Program) -> None:
+    """Refuse a program that takes what is not there, leaves something out, or does not end whole."""
+    graph = program.graph
     facts: set[tuple[str, Placement]] = set()
     placed = dict(program.leaves)
     for leaf in graph.leaves:
         name = leaf.value.name
         if name not in placed:
             raise ProgramError(f"%{name} ({leaf.kind} {leaf.target}) has no placement", do="give every leaf a line")
-        if placed[name] not in book.leaves[name]:
-            allowed = ", ".join(map(str, book.leaves[name]))
-            raise ProgramError(
-                f"%{name} ({leaf.kind} {leaf.target}) cannot be placed {placed[name]}",
-                where=str(leaf.value),
-                do=f"choose one of {allowed}",
-            )
         facts.add((name, placed[name]))
     if unknown := next((name for name in placed if name not in {leaf.value.name for leaf in graph.leaves}), None):
         raise ProgramError(f"%{unknown} is not a leaf of the graph", do="leave the line out")
     done: set[str] = set()
     for step in program.steps:
-        _check_step(step, book, facts, graph, done)
+        _check_step(step, facts, graph, done)
         done.add(step.node.name)
     if missing := next((node for node in graph.nodes if node.name not in done), None):
         raise ProgramError(
@@ -238,7 +254,7 @@ def check_program(program: Program, book: RuleBook) -> None:
             )
 
 
-def _check_step(step: Step, book: RuleBook, facts: set[tuple[str, Placement]], graph: Graph, done: set[str]) -> None:
+def _check_step(step: Step, facts: set[tuple[str, Placement]], graph: Graph, done: set[str]) -> None:
     node = step.node
     if len(step.chains) != len(node.operands):
         raise ProgramError(
@@ -257,9 +273,6 @@ def _check_step(step: Step, book: RuleBook, facts: set[tuple[str, Placement]], g
             where=where,
             do="convert them",
         )
-    if step.rule not in book.rules[node.name]:
-        choices = "; ".join(map(str, book.rules[node.name]))
-        raise ProgramError(f"{node.op} has no rule {step.rule}", where=where, do=f"use one of its rules: {choices}")
     facts.update((value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True))
 
 

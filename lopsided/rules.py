@@ -134,7 +134,7 @@ def derive_rules(graph: Graph, *, exact: bool = True) -> RuleBook:
             key = signature(node, graph.values)
             calls[node.name] = call, key
             if key not in described:
-                described[key] = describe_call(call, exact=exact)
+                described[key] = _described_or_not(call, exact)
     lines = {name: d for name, (_, key) in calls.items() if (d := described[key]) is not None}
     variants = _variants(graph, lines)
     known: dict[object, tuple[Rule, ...]] = {}
@@ -157,6 +157,14 @@ def derive_rules(graph: Graph, *, exact: bool = True) -> RuleBook:
     return RuleBook(
         graph, rules, leaves, tuple(n for n in graph.nodes if n.name in calls and n.name not in lines), exact
     )
+
+
+def _described_or_not(call: Call, exact: bool) -> Described | None:
+    """The op's line; a line that does not fit a legal call is a gap in the table, and an experiment fills it."""
+    try:
+        return describe_call(call, exact=exact)
+    except NotationError:
+        return None
 
 
 def _book_rules(

@@ -20,12 +20,14 @@ from lopsided.imaginary import Parts, SeededRandomness, convert, move, run_rule
 from lopsided.notation import Rule
 from lopsided.ops.op import Call
 from lopsided.placement import I, Placement, check_shares, join_pieces
-from lopsided.program import Chain, Program, Step
+from lopsided.program import Chain, Program, Step, check_facts
+from lopsided.trial import relative_error
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What the devices computed together. `spread` is how far replicas that should be equal are apart."""
+    """What the devices computed together. `spread` is how far, relatively, replicas are apart that should be
+    equal."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
@@ -38,9 +40,11 @@ def simulate(
 ) -> Simulation:
     """Run `program` on one imaginary device per share: forward, backward, and join the results.
 
-    Random ops draw from `seed`: what a device draws for its piece is the piece of what one device would draw.
+    Random ops draw from `seed`: what a device draws for its piece is the piece of what one device would draw. Whether
+    the rules of the program are rules of its ops is for `check_program` to say.
     """
     fractions = check_shares(shares)
+    check_facts(program)
     with torch.inference_mode(False), torch.enable_grad():
         sources = tensors_of(program.graph, model, batch)
         with next((tensor.device for tensor in sources.values()), torch.device("cpu")):
@@ -60,11 +64,18 @@ def _simulate(program: Program, sources: Mapping[str, Tensor], fractions: tuple[
             [loss.reshape(()) for loss in losses], [torch.ones_like(loss.reshape(())) for loss in losses]
         )
     gradients, spread = _gradients(program, stored)
-    buffers = {
-        buffer: devices.take(name, chain)[0].detach()
+    updated = {
+        buffer: [part.detach() for part in devices.take(name, chain)]
         for (buffer, name), chain in zip(program.graph.updates, program.updates, strict=True)
     }
+    spread = max([spread, _spread([loss.detach() for loss in losses]), *map(_spread, updated.values())])
+    buffers = {buffer: parts[0] for buffer, parts in updated.items()}
     return Simulation(losses[0].detach().reshape(()), gradients, buffers, spread)
+
+
+def _spread(replicas: Parts) -> float:
+    """How far, relatively, values that should be equal are apart."""
+    return max((relative_error(part, replicas[0]) for part in replicas[1:]), default=0.0)
 
 
 def one_device(graph: Graph) -> Program:
@@ -157,5 +168,5 @@ def _gradients(program: Program, stored: Mapping[str, Parts]) -> tuple[dict[str,
             gradients[leaf.target] = join_pieces(parts, placement)
         else:
             gradients[leaf.target] = parts[0]
-            spread = max([spread, *((part - parts[0]).abs().max().item() for part in parts[1:] if part.numel())])
+            spread = max(spread, _spread(parts))
     return gradients, spread

@@ -22,8 +22,8 @@ from lopsided.notation import PLAIN, Rule, Variant
 from lopsided.ops.op import Call
 from lopsided.rules import call_rules, describe_call
 from lopsided.trial import try_rule
+from lopsided.widen import TOLERANCE
 
-TOLERANCE = 1e-9
 _SHARES = ((0.5, 0.2, 0.3), (0.0, 0.6, 0.4))
 
 

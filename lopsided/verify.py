@@ -12,24 +12,25 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lopsided.call import aten_overload, call_op, surroundings
-from lopsided.capture import LossFn, flatten_batch, loss_of, trace, without_unused
+from lopsided.call import call_op, surroundings
+from lopsided.capture import LossFn, check_model, flatten_batch, loss_of, trace, without_unused
 from lopsided.errors import ModelError
-from lopsided.graph import Arg, Atom, Graph, Leaf, Node, Value
+from lopsided.graph import Graph
+from lopsided.notation import Rule
 from lopsided.placement import check_shares
 from lopsided.program import Program, check_program
 from lopsided.rules import derive_rules
 from lopsided.sample import random_program, random_shares
 from lopsided.saved import record_saved
 from lopsided.simulate import Simulation, one_device, simulate, tensors_of
-from lopsided.trial import relative_error, widen_argument
+from lopsided.trial import relative_error
+from lopsided.widen import TOLERANCE, in_float64
 
-TOLERANCE = 1e-9
 _LARGE = 2_000_000  # parameters, from which on memory is looked at before anything is run
 
 
@@ -78,15 +79,19 @@ def verify(
     loss_fn: LossFn | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Verification:
-    """Run random programs of `model` and compare. The given shares come first, random ones after."""
+    """Run random programs of `model` and compare. Every second one has the given shares, the others random ones."""
     first = check_shares(shares) if shares is not None else None
+    check_model(model, loss_fn)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("no parameter of the model requires a gradient", do="train at least one parameter")
     if sum(p.numel() for p in model.parameters()) > _LARGE:
         _check_memory(in_float64(trace(model, batch, loss_fn=loss_fn)), len(first or ()) or devices)
-    model64, batch64 = copy.deepcopy(model).double(), _double(batch)
+    model64, batch64 = _copy(model).double(), _double(batch)
     try:
         _run_model(model64, batch64, loss_fn)
-    except RuntimeError:
-        # A model may insist on a dtype. The graph is widened all the same; only the model itself stays as it is.
+    except Exception:
+        # A model may insist on a dtype. The graph is widened all the same; only the model itself stays as it is. One
+        # that does not run at all is refused below, with its line.
         model64, batch64 = model, batch
     traced = record_saved(trace(model64, batch64, loss_fn=loss_fn))
     graph = without_unused(traced)
@@ -94,6 +99,7 @@ def verify(
     wide = in_float64(graph)
     book = derive_rules(wide)
     reference = simulate(one_device(wide), model64, batch64, (1.0,), seed=seed)
+    _check_finite(reference)
     state = random.Random(seed)
     used: dict[str, Counter[str]] = {"placements": Counter(), "conversions": Counter(), "rules": Counter()}
     trials = []
@@ -131,6 +137,17 @@ def _count(program: Program, used: dict[str, Counter[str]]) -> None:
         used["conversions"][name] += 1
 
 
+def suspects(result: Verification) -> list[tuple[str, Rule, int, int]]:
+    """Rules that programs which differ have and others have not: op, rule, and how many programs of each kind."""
+    failing: Counter[tuple[str, Rule]] = Counter()
+    others: Counter[tuple[str, Rule]] = Counter()
+    for trial in result.trials:
+        used = {(step.node.op, step.rule) for step in trial.program.steps}
+        (others if trial.error <= TOLERANCE else failing).update(used)
+    ranked = sorted(failing, key=lambda pair: (others[pair] - failing[pair], str(pair)))
+    return [(op, rule, failing[op, rule], others[op, rule]) for op, rule in ranked]
+
+
 def compare(found: Simulation, expected: Simulation) -> tuple[float, str]:
     """The worst relative error, and what has it."""
     errors = [
@@ -147,43 +164,6 @@ def compare(found: Simulation, expected: Simulation) -> tuple[float, str]:
     return max(errors, key=lambda pair: pair[0])
 
 
-def in_float64(graph: Graph) -> Graph:
-    """The graph with every number in float64, also where the model casts to less: rounding must not hide mistakes."""
-
-    def widen(value: Value) -> Value:
-        wide = {"f32": "f64", "f16": "f64", "bf16": "f64", "c64": "c128"}
-        return replace(value, dtype=wide.get(value.dtype, value.dtype))
-
-    def leaf(old: Leaf) -> Leaf:
-        return replace(old, value=widen(old.value))
-
-    nodes = tuple(
-        replace(
-            node,
-            args=tuple(widen_argument(arg) for arg in node.args),
-            kwargs=_with_dtype(node, tuple((key, widen_argument(arg)) for key, arg in node.kwargs)),
-            results=tuple(map(widen, node.results)),
-            context=replace(node.context, autocast=""),
-        )
-        for node in graph.nodes
-    )
-    return Graph(tuple(map(leaf, graph.leaves)), nodes, graph.loss, graph.updates)
-
-
-def _with_dtype(node: Node, kwargs: tuple[tuple[str, Arg], ...]) -> tuple[tuple[str, Arg], ...]:
-    """`torch.zeros(3)` makes float32 unless told otherwise."""
-    overload = aten_overload(node.op)
-    takes = overload is not None and any(argument.name == "dtype" for argument in overload._schema.arguments)
-    if (
-        node.operands
-        or not takes
-        or node.results[0].dtype != "f32"
-        or any(key == "dtype" and arg for key, arg in kwargs)
-    ):
-        return kwargs
-    return (*((key, arg) for key, arg in kwargs if key != "dtype"), ("dtype", Atom("dtype", "f64")))
-
-
 def _check_memory(graph: Graph, devices: int) -> None:
     """Refuse before the machine does: every imaginary device may hold every value, and its gradient."""
     needed = 2 * devices * sum(value.bytes for value in graph.values.values())
@@ -196,18 +176,39 @@ def _check_memory(graph: Graph, devices: int) -> None:
         )
 
 
+def _check_finite(reference: Simulation) -> None:
+    """Nothing can be compared with a number that is none."""
+    named = {"loss": reference.loss, **{f"gradient of {name}": g for name, g in reference.gradients.items()}}
+    for name, tensor in named.items():
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(
+                f"the {name} is not finite on one device, so there is nothing to compare with",
+                do="give a batch on which the model computes finite numbers",
+            )
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ModelError(
+            f"{model._get_name()} cannot be copied: {error}",
+            do="keep locks, files and computed tensors out of the module; use parametrizations for weight norm",
+        ) from error
+
+
 def _double(batch: object) -> object:
     tensors, rebuild = flatten_batch(batch)
     wide = [t.double() if t.dtype.is_floating_point else t.clone() for t in tensors.values()]
     args, kwargs = rebuild(wide)
-    return kwargs or (args if isinstance(batch, tuple | list) else args[0])
+    return kwargs if isinstance(batch, Mapping) else args if isinstance(batch, tuple | list) else args[0]
 
 
 def _run_model(model: nn.Module, batch: object, loss_fn: LossFn | None) -> tuple[nn.Module, Tensor]:
     """A copy of the model after one forward and backward pass, and its loss."""
     tensors, rebuild = flatten_batch(batch)
     args, kwargs = rebuild(list(tensors.values()))
-    eager = copy.deepcopy(model)
+    eager = _copy(model)
     cached = torch.is_autocast_cache_enabled()
     try:
         # With its cache, autocast adds up a weight's gradients in the small dtype.
@@ -222,7 +223,13 @@ def _run_model(model: nn.Module, batch: object, loss_fn: LossFn | None) -> tuple
 def _capture_error(graph: Graph, model: nn.Module, batch: object, loss_fn: LossFn | None, seed: int) -> float:
     """How far the captured graph, run op by op in the model's order, is from the model itself."""
     torch.manual_seed(seed)
-    eager, loss = _run_model(model, batch, loss_fn)
+    try:
+        eager, loss = _run_model(model, batch, loss_fn)
+    except Exception as error:
+        raise ModelError(
+            f"{model._get_name()} is captured, but does not run: {type(error).__name__}: {error}",
+            do="make model(**batch) and its backward pass run first",
+        ) from error
     values: dict[str, Tensor] = {}
     for name, tensor in tensors_of(graph, model, batch).items():
         values[name] = tensor.clone().requires_grad_(graph.values[name].grad)
@@ -246,8 +253,8 @@ def _capture_error(graph: Graph, model: nn.Module, batch: object, loss_fn: LossF
             found[leaf.target] = zero if gradient is None else gradient
     buffers = {buffer: values[name].detach() for buffer, name in graph.updates}
     after = {buffer: eager.get_buffer(buffer) for buffer, _ in graph.updates}
-    error, _ = compare(
+    worst, _ = compare(
         Simulation(values[graph.loss].detach().reshape(()), found, buffers, 0.0),
         Simulation(loss.detach().reshape(()), expected, after, 0.0),
     )
-    return error
+    return worst

@@ -194,12 +194,6 @@ def transposed(m: Any, x: Tensor) -> Tensor:
     return h.sum()
 
 
-def into_an_argument(m: Any, x: Tensor) -> Tensor:
-    out = torch.empty(4, 6)
-    torch.add(x, 1, out=out)
-    return (m.lin(x) * out).sum()
-
-
 def through_another_dtype(m: Any, x: Tensor) -> Tensor:
     y = x * 1
     y.view(torch.int32).add_(1)
@@ -223,7 +217,6 @@ def without_a_functional_form(m: Any, x: Tensor) -> Tensor:
     [
         (unsqueezed, "aten.unsqueeze_.default changes the shape of a tensor in place"),
         (transposed, "aten.t_.default changes the shape of a tensor in place"),
-        (into_an_argument, "aten.add.out writes into an argument"),
         (through_another_dtype, "a view made by aten.view.dtype is written into"),
         (through_a_chunk, "a view made by aten.chunk.default is written into"),
         (without_a_functional_form, "aten.fill_diagonal_.default has no form that returns a new tensor"),
@@ -302,3 +295,33 @@ def test_a_refusal_leaves_nothing_on_the_streams(capfd: pytest.CaptureFixture[st
     refused(DependsOnData("branch"), {"x": example()})
     refused(ByHand(lambda m, x: m.parts[0](x).sum(), nn.BatchNorm1d(6, momentum=None)), {"x": example()})
     assert capfd.readouterr() == ("", "")
+
+
+def test_hooks_are_refused() -> None:
+    def hooked(m: Any, x: Tensor) -> Tensor:
+        h = m.lin(x)
+        h.register_hook(lambda gradient: gradient * 2)
+        return h.sum()
+
+    error = refused(ByHand(hooked), {"x": example()})
+    assert "register_hook" in error.what
+    assert "test_capture_refusals.py" in error.where
+    model = ByHand(lambda m, x: m.lin(x).sum())
+    model.lin.register_full_backward_hook(lambda *_: None)
+    assert "module lin has a backward hook" in refused(model, {"x": example()}).what
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def forward(self, output: Tensor, batch: object) -> Tensor:
+            return (output * self.weight).sum()
+
+    assert "parameters to train" in refused(nn.Linear(6, 6), example(), loss_fn=Weighted()).what
+
+
+def test_only_modules_are_captured() -> None:
+    assert "function" in refused(lambda x: x.sum(), {"x": example()}).what  # type: ignore[arg-type]

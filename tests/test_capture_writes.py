@@ -481,6 +481,19 @@ def complex_numbers(m: Any, x: Tensor) -> Tensor:
     return (z * z.conj()).real.sum() + torch.view_as_real(z)[..., 1].pow(2).sum()
 
 
+@forward
+def into_an_argument(m: Any, x: Tensor) -> Tensor:
+    out = torch.empty(4, 6)
+    torch.add(x, 1, out=out)
+    return (m.lin(x) * out).sum()
+
+
+@forward
+def a_distribution(m: Any, x: Tensor) -> Tensor:
+    h = m.lin(x)
+    return -torch.distributions.Normal(h, F.softplus(h)).log_prob(x).sum()
+
+
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_graph_computes_what_the_model_computes(name: str) -> None:
     assert_captured(ByHand(FORWARDS[name]), {"x": example()})

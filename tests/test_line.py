@@ -18,6 +18,7 @@ ORDER = (
     "notation",
     "graph",
     "call",
+    "widen",
     "explain",
     "export",
     "inplace",

@@ -259,6 +259,10 @@ class TestHF:
             ("hf:BertModel:seq=none", "seq=none is not a size", "from 1 up"),
             ("hf:BertModel:hidden_size=33", "cannot build it", "hidden_size"),
             ("hf:BertModel:attn_implementation=magic", "cannot build it", "hidden_size"),
+            ("hf:BertModel:attn_implementation=kernels-community/flash-attn", "not the name of an", "eager, sdpa"),
+            ("hf:BertModel:_attn_implementation=kernels-community/flash-attn", "not the name of an", "eager, sdpa"),
+            ("hf:CLIPModel:text_config._attn_implementation=a/b", "not the name of an", "eager, sdpa"),
+            ("hf:MixtralForCausalLM:experts_implementation=../x", "not the name of an", "batched_mm"),
         ],
     )
     def test_refusals(self, spec: str, what: str, do: str) -> None:
@@ -295,6 +299,36 @@ class TestHF:
         assert loss.shape == ()
         assert loss.isfinite()
         loss.backward()
+
+
+@pytest.mark.parametrize("before", ["0", None])
+def test_hf_never_goes_online(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # Set first, so that it is taken back in the end whatever the loader does.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    if before is None:
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+    hf.find_class("BertModel")
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert constants.is_offline_mode()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("mlp:width=999999999999999", "mlp with these sizes cannot be built"),
+        ("mlp:width=99999999999999999999999", "mlp with these sizes cannot be built"),
+        ("gpt2:seq=999999999999999,layers=1", "gpt2 with these sizes cannot be built"),
+    ],
+)
+def test_sizes_beyond_memory_are_refused(spec: str, words: str) -> None:
+    error = refused(spec)
+    assert words in error.what
+    assert "\n" not in error.what
+    assert "smaller sizes" in error.do
+    assert isinstance(error.__cause__, RuntimeError | MemoryError | OverflowError | TypeError)
 
 
 def test_one_line_of_any_exception() -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from lopsided.ops.op import Call, Local, Op, Talk, Written, number, spec
+from lopsided.ops.op import Call, Local, Op, Talk, Written, accumulating, number, spec
 from lopsided.placement import P, R
 
 
@@ -36,7 +36,8 @@ def _weights(local: Local, rows_from: int) -> Tensor:
     """Attention weights of this device's query rows, dropped where dropout says so."""
     query, key = local.tensors[0], _repeated(local.tensors[1], local.tensors[0])
     scale = local.call.arg("scale")
-    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else number(scale))
+    scores = accumulating(query @ key.transpose(-2, -1))
+    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else number(scale))
     if local.call.arg("is_causal"):
         scores = scores.masked_fill(~_causal(query, key, rows_from), -math.inf)
     if len(local.tensors) > 3:
@@ -44,12 +45,17 @@ def _weights(local: Local, rows_from: int) -> Tensor:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights, p = scores.softmax(-1), _dropout(local.call)
     if not p:
-        return weights
+        return local.as_result(weights)
     # The mask belongs to scores, which are no result: drawn as (batch, heads, rows, keys), cut like rows.
     shape = (*local.call.node.results[0].shape[:-1], local.call.shapes[1][-2])
     give = local.rule.gives[0]
     drawn = local.random.uniform(local, shape, give if give.is_shard and give.dim < len(shape) - 1 else R)
-    return weights * (drawn >= p).to(weights.dtype) / (1 - p)
+    return local.as_result(weights * (drawn >= p).to(weights.dtype) / (1 - p))
+
+
+def _attended(local: Local, rows_from: int) -> Tensor:
+    value = local.as_result(_repeated(local.tensors[2], local.tensors[0]))
+    return local.as_result(_weights(local, rows_from) @ value)
 
 
 def _dropout(call: Call) -> float:
@@ -71,7 +77,7 @@ def _causal(query: Tensor, key: Tensor, rows_from: int) -> Tensor:
 def attention_of_piece(local: Local) -> object:
     if not _dropout(local.call):
         return local.run()
-    return _weights(local, 0) @ _repeated(local.tensors[2], local.tensors[0])
+    return _attended(local, 0)
 
 
 def attention_rows(local: Local) -> object:
@@ -80,7 +86,7 @@ def attention_rows(local: Local) -> object:
     start = local.start(local.rule.needs[0])
     if not _dropout(local.call) and query.numel():
         return local.run(attn_mask=_causal(query, key, start), is_causal=False)
-    return _weights(local, start) @ _repeated(local.tensors[2], query)
+    return _attended(local, start)
 
 
 def _attention_talks(call: Call) -> list[Talk]:

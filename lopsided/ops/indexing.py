@@ -191,17 +191,20 @@ def scatter(call: Call) -> str:
         linear = reduce == "multiply" or (reduce is None and call.arg("value") == 0)
         return f"{left} * f[{right}] -> {left}" if linear else f"f[{left}, {right}] -> {left}"
     if call.shapes[1] != call.shapes[2]:
-        return _overwritten(reduce, *wholes(call)[0])
+        return _overwritten(call, *wholes(call)[0])
     if reduce in ("add", "sum") and call.arg("include_self") is not False:
         return scatter_add(call)
-    return _overwritten(reduce, left, right, right)
+    return _overwritten(call, left, right, right)
 
 
-def _overwritten(reduce: str | None, x: str, index: str, source: str) -> str:
+def _overwritten(call: Call, x: str, index: str, source: str) -> str:
     """Linear in both where values are put in, averaged, added; in the tensor alone where it is multiplied."""
+    reduce, is_factor = call.arg("reduce"), call.arg("include_self") is not False
     if reduce in (None, "mean", "add", "sum"):
         return f"{x} * f[{index}] + {source} -> {x}"
-    factors = f"{x} * f[{index}, {source}]" if reduce in ("prod", "multiply") else f"f[{x}, {index}, {source}]"
+    factors = (
+        f"{x} * f[{index}, {source}]" if reduce in ("prod", "multiply") and is_factor else f"f[{x}, {index}, {source}]"
+    )
     return f"{factors} -> {x}"
 
 
@@ -260,7 +263,7 @@ def index_fill(call: Call) -> str:
 
 def index_reduce(call: Call) -> str:
     x, source = _index_names(call, "J9")
-    return _overwritten(call.arg("reduce"), x, "J9", source)
+    return _overwritten(call, x, "J9", source)
 
 
 def _index_place_talks(call: Call) -> list[Talk]:

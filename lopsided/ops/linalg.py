@@ -17,7 +17,9 @@ def factored(call: Call) -> str:
 def solve(call: Call) -> str:
     """Linear in the right-hand side, whose columns are independent."""
     left = call.arg("left") is not False
-    if len(call.shapes[1]) == 1 or len(call.shapes[1]) == len(call.shapes[0]) - 1:
+    # Triangular systems have no vectors; others where the shape leaves no doubt, or is that of one per matrix.
+    is_vector = len(call.shapes[1]) == 1 or call.shapes[1] == call.shapes[0][:-1]
+    if is_vector and "triangular" not in call.node.op:
         return "f[... X Z] * ... X -> ... Z"
     return "f[... X Z] * ... X k -> ... Z k" if left else "f[... X Z] * ... k Z -> ... k X"
 

@@ -26,7 +26,8 @@ def elementwise_of_piece(local: Local) -> object:
     """The mean of a piece counts by the piece's part of the whole."""
     if local.call.arg("reduction") != _MEAN:
         return local.run()
-    return torch.as_tensor(local.run(reduction=_SUM)) / math.prod(broadcast_shape(local.call.shapes))
+    total = torch.as_tensor(local.widened().run(reduction=_SUM))
+    return local.as_result(total / math.prod(broadcast_shape(local.call.shapes)))
 
 
 # Losses that treat every row by itself
@@ -54,7 +55,7 @@ def rowwise_of_piece(local: Local) -> object:
     if local.call.arg("reduction") != _MEAN:
         return local.run()
     if not local.tensors[0].numel():
-        return local.tensors[0].sum()
+        return local.as_result(local.tensors[0].sum())
     return torch.as_tensor(local.run()) * local.fraction()
 
 
@@ -105,21 +106,22 @@ def _row_weights(target: Tensor, weight: Tensor | None, ignore_index: int, dtype
 
 def mean_of_rows(local: Local) -> Talking:
     """The rows' sum here, divided by the count of rows that are not ignored everywhere."""
-    logits, target = local.tensors[0], local.tensors[1]
-    total = local.run(reduction=_SUM)
+    wide = local.widened()
+    logits, target = wide.tensors[0], wide.tensors[1]
+    total = torch.as_tensor(wide.run(reduction=_SUM))
     if not _by_class(local.call):
         whole = local.call.operands[0]
-        return total / (whole.elements // whole.shape[1])
-    weight = local.tensors[2] if len(local.tensors) > 2 else None
+        return local.as_result(total / (whole.elements // whole.shape[1]))
+    weight = wide.tensors[2] if len(wide.tensors) > 2 else None
     counted = _row_weights(target, weight, int(local.call.arg("ignore_index")), logits.dtype).sum()
     count = yield Ask(counted.detach(), "P", "R")
-    return total / count
+    return local.as_result(total / count)
 
 
 def vocabulary(local: Local) -> Talking:
     """Classes cut: the softmax is global, each device adds the log-probabilities of the classes it holds."""
-    logits, target = local.tensors[0], local.tensors[1]
-    weight = local.tensors[2] if len(local.tensors) > 2 else None
+    logits, target, *weights = local.widened().tensors
+    weight = weights[0] if weights else None
     reduction, smoothing = local.call.arg("reduction"), number(local.call.arg("label_smoothing") or 0)
     dim = 1 if logits.dim() > 1 else 0
     classes = local.call.shapes[0][dim]
@@ -131,7 +133,7 @@ def vocabulary(local: Local) -> Talking:
         per_class = target * (1 - smoothing) + smoothing / classes
         loss = -(per_class * log_p * _per_class(weight, log_p, dim)).sum(dim)
         rows = local.call.operands[0].elements // classes
-        return loss if reduction == _NONE else loss.sum() / (rows if reduction == _MEAN else 1)
+        return local.as_result(loss if reduction == _NONE else loss.sum() / (rows if reduction == _MEAN else 1))
     ignore_index = int(local.call.arg("ignore_index"))
     counted = target != ignore_index
     # Where this device holds the target class of a row.
@@ -149,12 +151,10 @@ def vocabulary(local: Local) -> Talking:
     if smoothing:
         spread = -(log_p * _per_class(weight, log_p, dim)).sum(dim)
         loss = loss + torch.where(counted, spread, zero) * smoothing / classes
-    if reduction == _NONE:
-        return loss
-    if reduction == _SUM:
-        return loss.sum()
+    if reduction != _MEAN:
+        return local.as_result(loss if reduction == _NONE else loss.sum())
     count = yield Ask(row_weight.detach().sum(), "P", "R")
-    return loss.sum() / count
+    return local.as_result(loss.sum() / count)
 
 
 def _per_class(weight: Tensor | None, log_p: Tensor, dim: int) -> Tensor | float:
@@ -177,7 +177,7 @@ def ctc(call: Call) -> str:
 def ctc_of_piece(local: Local) -> object:
     log_p = local.tensors[0]
     if not log_p.numel():
-        return log_p.sum()  # the kernel refuses an empty batch
+        return local.as_result(log_p.sum())  # the kernel refuses an empty batch
     loss = torch.as_tensor(local.run())
     return loss * local.fraction() if local.call.arg("reduction") == _MEAN else loss
 

@@ -17,6 +17,7 @@ from lopsided.ops.op import (
     Talking,
     Talks,
     Written,
+    accumulating,
     dim_of,
     letters,
     number,
@@ -51,11 +52,11 @@ def _scaled(x: Tensor, local: Local) -> Tensor:
     scale, shift = local.call.is_tensor("weight"), local.call.is_tensor("bias")
     if scale:
         x = x * local.tensors[1]
-    return x + local.tensors[-1] if shift else x
+    return local.as_result(x + local.tensors[-1] if shift else x)
 
 
 def layer_norm_cut(local: Local) -> Talking:
-    x = local.tensors[0]
+    x = accumulating(local.tensors[0])
     shape = local.call.arg("normalized_shape")
     dims, count = tuple(range(-len(shape), 0)), math.prod(shape)
     mean = (yield Ask(x.sum(dims, keepdim=True), "P", "R")) / count
@@ -65,7 +66,7 @@ def layer_norm_cut(local: Local) -> Talking:
 
 
 def rms_norm_cut(local: Local) -> Talking:
-    x = local.tensors[0]
+    x = accumulating(local.tensors[0])
     shape, eps = local.call.arg("normalized_shape"), local.call.arg("eps")
     dims = tuple(range(-len(shape), 0))
     square = (yield Ask(x.square().sum(dims, keepdim=True), "P", "R")) / math.prod(shape)
@@ -116,7 +117,14 @@ def batch_norm_evaluated(call: Call) -> str:
     """In evaluation a fixed scale per channel; in training without running statistics as above."""
     if call.arg("training"):
         return _scaled_and_shifted(call, *_channels(call, "N", "X"))
+    return _by_running_statistics(call)
+
+
+def _by_running_statistics(call: Call) -> str:
+    """A fixed scale and shift per channel; without a scale and shift of its own, linear in input and mean together."""
     x, c = _channels(call, "n", "x")
+    if len(call.operands) == 3:
+        return f"{{{x} + {c}}} * f[{c}] -> {x}"
     return f"f[{', '.join([x, *[c] * (len(call.operands) - 1)])}] -> {x}"
 
 
@@ -144,17 +152,24 @@ def _batch_statistics(x: Tensor, count: int) -> Talking:
     return mean, variance
 
 
+def _moved(running: Tensor, towards: Tensor, momentum: float) -> Tensor:
+    """A running statistic after one step. Not by `lerp`, which refuses two dtypes."""
+    running = accumulating(running)
+    return running + momentum * (towards.detach() - running)
+
+
 def batch_norm_cut(local: Local) -> Talking:
     """Statistics over the whole batch, however unequally it is cut."""
     x, weight, bias, running_mean, running_var, momentum, eps = _batch_norm_arguments(local)
     whole = local.call.operands[0]
     count = whole.elements // whole.shape[1]
     mean, variance = yield from _batch_statistics(x, count)
-    y = _normalised(x, mean, variance, weight, bias, eps)
+    y = local.as_result(_normalised(x, mean, variance, weight, bias, eps))
     if running_mean is None or running_var is None:
         return y
-    unbiased = variance.detach() * count / max(count - 1, 1)
-    return y, running_mean.lerp(mean.detach(), momentum), running_var.lerp(unbiased, momentum)
+    new_mean = _moved(running_mean, mean, momentum)
+    new_var = _moved(running_var, variance * count / max(count - 1, 1), momentum)
+    return y, local.as_result(new_mean, 1), local.as_result(new_var, 2)
 
 
 def batch_norm_local(local: Local) -> object:
@@ -165,14 +180,15 @@ def batch_norm_local(local: Local) -> object:
     x, weight, bias, running_mean, running_var, momentum, eps = _batch_norm_arguments(local)
     if running_mean is None or running_var is None or not x.shape[0]:
         nothing = local.tensors[-1] * 0
-        return x, nothing, nothing
+        return local.as_result(x), local.as_result(nothing, 1), local.as_result(nothing, 2)
     dims = [d for d in range(x.dim()) if d != 1]
     count = x.numel() // x.shape[1]
     variance, mean = torch.var_mean(x, dims, correction=0)
-    unbiased = variance.detach() * count / max(count - 1, 1)
     part = local.fraction()
     y = _normalised(x, mean, variance, weight, bias, eps)
-    return y, running_mean.lerp(mean.detach(), momentum) * part, running_var.lerp(unbiased, momentum) * part
+    new_mean = _moved(running_mean, mean, momentum)
+    new_var = _moved(running_var, variance * count / max(count - 1, 1), momentum)
+    return local.as_result(y), local.as_result(new_mean * part, 1), local.as_result(new_var * part, 2)
 
 
 def _batch_norm_arguments(
@@ -183,7 +199,7 @@ def _batch_norm_arguments(
         x, weight, bias, mean, var, momentum, eps = args
     else:
         x, weight, bias, mean, var, _, momentum, eps, _ = args
-    return x, weight, bias, mean, var, momentum, eps
+    return accumulating(x), weight, bias, mean, var, momentum, eps
 
 
 def _normalised(
@@ -197,12 +213,19 @@ def _normalised(
 
 
 def instance_norm(call: Call) -> str:
+    """By statistics of each row; by running statistics in evaluation. Capture refuses training that writes those."""
+    if not call.arg("use_input_stats"):
+        return _by_running_statistics(call)
     return _scaled_and_shifted(call, *_channels(call, "n", "X"))
 
 
 def weight_norm(call: Call) -> str:
-    """`v · g / |v|`, with a length per slice of one dim: linear in g."""
-    rank, dim = len(call.shapes[0]), dim_of(call)
+    """`v · g / |v|`, with a length per slice of one dim, or of all for -1: linear in g."""
+    rank = len(call.shapes[0])
+    if call.arg("dim") == -1:
+        v = spec(letters(rank, range(rank)))
+        return f"f[{v}] * {spec(['1'] * len(call.shapes[1]))} -> {v}"
+    dim = dim_of(call)
     names = letters(rank, [d for d in range(rank) if d != dim])
     lengths = spec(["1" if d != dim else name for d, name in enumerate(names)])
     if len(call.results) > 1:

@@ -11,7 +11,7 @@ the generators of all devices in step; the runtime drives one and does real coll
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -120,6 +120,14 @@ class Local:
         feed = iter(self.tensors)
         return [None if slot is None else next(feed) for slot in self.call.tensor_slots()]
 
+    def widened(self) -> Local:
+        """The same part with its tensors in dtypes to add up in."""
+        return replace(self, tensors=tuple(map(accumulating, self.tensors)))
+
+    def as_result(self, x: Tensor, k: int = 0) -> Tensor:
+        """In the dtype that result `k` has in the graph: under autocast not always that of an operand."""
+        return x.to(self.call.node.results[k].torch_dtype)
+
     def start(self, placement: Placement) -> int:
         """Where in its dim this device's piece begins."""
         return start_of(self.pieces, self.device) * placement.unit
@@ -181,6 +189,11 @@ class Op:
     local: Implementation | None = None
     talks: Talks | None = None
     random: bool = False
+
+
+def accumulating(x: Tensor) -> Tensor:
+    """In a dtype to add up in: half precision counts exactly to 256 or 2048 only, and float16 ends at 65504."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def entries(names: str, op: Op) -> dict[str, Op]:

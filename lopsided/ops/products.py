@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from lopsided.ops.op import Call, Local, Op, Talk, Written, entries, letters, spec, whole, wholes
+from lopsided.ops.op import Call, Local, Op, Talk, Written, entries, letters, number, spec, whole, wholes
 from lopsided.placement import P
 
 
@@ -179,7 +179,7 @@ def convolution_of_piece(local: Local) -> object:
     if not channels or not weight.shape[1]:
         # Kernels refuse a convolution over no channels; as a term of a sum it is the bias alone.
         out = x.new_zeros(local.shapes[0], dtype=local.call.node.results[0].torch_dtype) + 0 * (x.sum() + weight.sum())
-        return out + local.tensors[2].reshape(-1, *[1] * rank) if len(local.tensors) > 2 else out
+        return local.as_result(out + local.tensors[2].reshape(-1, *[1] * rank)) if len(local.tensors) > 2 else out
     if int(local.call.arg("groups")) == 1:
         return local.run()
     if _is_transposed(local.call):
@@ -196,15 +196,17 @@ def bilinear_of_piece(local: Local) -> object:
     if weight.numel():
         return local.run()
     out = left.new_zeros(local.shapes[0]) + 0 * (left.sum() + right.sum() + weight.sum())
-    return out + bias[0] if bias else out
+    return local.as_result(out + bias[0] if bias else out)
 
 
 # Recurrent layers
 
 
 def recurrent(call: Call) -> str:
-    """LSTM, GRU and RNN over padded batches: only the batch may be cut."""
-    batch = "n " if len(call.shapes[0]) == 3 else ""
+    """LSTM, GRU and RNN over padded batches: only the batch may be cut, and not where layers drop between them."""
+    # The masks are drawn inside the kernel, in the shape of what it is given: a piece would draw others.
+    is_dropping = bool(call.arg("train")) and number(call.arg("dropout")) > 0 and int(call.arg("num_layers")) > 1
+    batch = "" if len(call.shapes[0]) < 3 else "N " if is_dropping else "n "
     sequence = "{batch}T {features}" if call.arg("batch_first") else "T {batch}{features}"
     states = [f"L {batch}H{k}" for k in range(len(call.results) - 1)]
     weights = [whole(shape, k) for k, shape in enumerate(call.shapes[1 + len(states) :])]
@@ -239,7 +241,7 @@ def grouped_mm_of_piece(local: Local) -> object:
     """Kernels want rows in multiples of 16 bytes: pieces are filled up with zeros."""
     x, stack = local.tensors[:2]
     if not x.numel() or not stack.numel():
-        return x.new_zeros(local.shapes[0]) + 0 * (x.sum() + stack.sum())
+        return local.as_result(x.new_zeros(local.shapes[0]) + 0 * (x.sum() + stack.sum()))
     return _grouped_mm(local, x, stack, local.tensors[2:])
 
 
@@ -307,7 +309,7 @@ PRODUCTS: dict[str, Op] = {
     **entries("conv1d conv2d conv3d", Op(convolution, local=convolution_of_piece)),
     **entries("conv_transpose1d conv_transpose2d conv_transpose3d", Op(convolution, local=convolution_of_piece)),
     "aten.convolution": Op(convolution, local=convolution_of_piece),
-    **entries("lstm.input gru.input rnn_tanh.input rnn_relu.input", Op(recurrent)),
+    **entries("lstm.input gru.input rnn_tanh.input rnn_relu.input", Op(recurrent, random=True)),
     **entries("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", Op(recurrent_cell)),
     "aten._grouped_mm": Op(grouped_mm, local=grouped_mm_of_piece, talks=_expert_talks),
 }

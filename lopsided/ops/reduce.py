@@ -17,6 +17,7 @@ from lopsided.ops.op import (
     Talk,
     Talking,
     Talks,
+    accumulating,
     all_whole,
     dim_of,
     dims_of,
@@ -159,7 +160,7 @@ def mean_of_piece(local: Local) -> object:
     """A mean of unequal means is wrong: each piece counts by its part of the whole."""
     x, result = local.tensors[0], local.call.node.results[0]
     if not x.numel():
-        return x.sum() + x.new_zeros(local.shapes[0], dtype=result.torch_dtype)
+        return local.as_result(x.sum() + x.new_zeros(local.shapes[0], dtype=result.torch_dtype))
     weight = (x.numel() / math.prod(local.shapes[0])) / (local.call.operands[0].elements / result.elements)
     mean = torch.as_tensor(local.run())
     return mean if weight == 1 else mean * weight
@@ -168,8 +169,9 @@ def mean_of_piece(local: Local) -> object:
 # Talks
 
 
-def _in_result_dtype(local: Local) -> Tensor:
-    return local.tensors[0].to(local.call.node.results[0].torch_dtype)
+def _operand(local: Local) -> Tensor:
+    """Rounded as the op itself rounds it where it is given a dtype, then in a dtype to add up in."""
+    return accumulating(local.as_result(local.tensors[0]))
 
 
 def _peak(x: Tensor, dims: list[int]) -> Talking:
@@ -193,29 +195,29 @@ def shifted(x: Tensor, dims: list[int], to: str = "R") -> Talking:
 
 
 def softmax_cut(local: Local) -> Talking:
-    less, total, _ = yield from shifted(_in_result_dtype(local), [dim_of(local.call)])
-    return less.exp() / total
+    less, total, _ = yield from shifted(_operand(local), [dim_of(local.call)])
+    return local.as_result(less.exp() / total)
 
 
 def safe_softmax_cut(local: Local) -> Talking:
     """Rows of -inf alone become zeros."""
-    less, total, _ = yield from shifted(_in_result_dtype(local), [dim_of(local.call)])
-    return less.exp() / torch.where(total == 0, torch.ones_like(total), total)
+    less, total, _ = yield from shifted(_operand(local), [dim_of(local.call)])
+    return local.as_result(less.exp() / torch.where(total == 0, torch.ones_like(total), total))
 
 
 def log_softmax_cut(local: Local) -> Talking:
-    less, total, _ = yield from shifted(_in_result_dtype(local), [dim_of(local.call)])
-    return less - total.log()
+    less, total, _ = yield from shifted(_operand(local), [dim_of(local.call)])
+    return local.as_result(less - total.log())
 
 
 def logsumexp_cut(local: Local) -> Talking:
-    _, total, peak = yield from shifted(_in_result_dtype(local), dims_of(local.call), "I")
-    return (total.log() + peak).reshape(local.shapes[0])
+    _, total, peak = yield from shifted(_operand(local), dims_of(local.call), "I")
+    return local.as_result(total.log() + peak).reshape(local.shapes[0])
 
 
 def extreme_cut(local: Local) -> Talking:
     """The largest or smallest; its gradient goes in equal parts to all elements that are it, anywhere."""
-    x, dims = local.tensors[0], dims_of(local.call)
+    x, dims = accumulating(local.tensors[0]), dims_of(local.call)
     sign = -1 if "min" in local.call.node.op else 1
     peak = sign * (yield from _peak(sign * x, dims))
     here = x == peak
@@ -224,16 +226,16 @@ def extreme_cut(local: Local) -> Talking:
     value = yield Ask(part, "P", "I")
     # Dividing and adding up again may round: the value itself is known exactly.
     exact = torch.where(value == peak, value, value + (peak - value).detach())
-    return exact.reshape(local.shapes[0])
+    return local.as_result(exact).reshape(local.shapes[0])
 
 
 def vector_norm_cut(local: Local) -> Talking:
-    x, dims, order = _in_result_dtype(local), dims_of(local.call), _order(local.call)
+    x, dims, order = _operand(local), dims_of(local.call), _order(local.call)
     total = yield Ask(x.abs().pow(order).sum(dims, keepdim=True), "P", "I")
     nonzero = total > 0
     # The gradient at zero is zero.
     root = torch.where(nonzero, total, torch.ones_like(total)).pow(1 / order)
-    return torch.where(nonzero, root, torch.zeros_like(root)).reshape(local.shapes[0])
+    return local.as_result(torch.where(nonzero, root, torch.zeros_like(root))).reshape(local.shapes[0])
 
 
 def _order(call: Call) -> float:
@@ -243,7 +245,7 @@ def _order(call: Call) -> float:
 
 def variance_cut(local: Local) -> Talking:
     """`var`, `std` and those with the mean beside."""
-    x, dims, call = local.tensors[0], dims_of(local.call), local.call
+    x, dims, call = accumulating(local.tensors[0]), dims_of(local.call), local.call
     count = math.prod(call.shapes[0][d] for d in dims)
     unbiased, correction = call.arg("unbiased"), call.arg("correction")
     freedom = count - (float(unbiased) if unbiased is not None else 1 if correction is None else number(correction))
@@ -252,20 +254,20 @@ def variance_cut(local: Local) -> Talking:
     spread = (yield Ask((x - mean).square().sum(dims, keepdim=True), "P", "I")) / freedom
     if "std" in call.node.op:
         spread = spread.sqrt()
+    spread = local.as_result(spread).reshape(local.shapes[0])
     if len(local.shapes) == 1:
-        return spread.reshape(local.shapes[0])
+        return spread
     mean = (yield Ask(total, "P", "I")) / count
-    return spread.reshape(local.shapes[0]), mean.reshape(local.shapes[1])
+    return spread, local.as_result(mean, 1).reshape(local.shapes[1])
 
 
 def cumulative_sum_cut(local: Local) -> Talking:
     """Each device adds what the devices before it sum to."""
-    dim, result = dim_of(local.call), local.call.node.results[0].torch_dtype
-    here = torch.as_tensor(local.run())
-    total = local.tensors[0].to(result).sum(dim, keepdim=True)
+    x, dim = _operand(local), dim_of(local.call)
+    total = x.sum(dim, keepdim=True)
     mine = [total if d == local.device else torch.zeros_like(total) for d in range(len(local.pieces))]
     totals = yield Ask(torch.stack(mine), "P", "R")
-    return here + totals[: local.device].sum(0)
+    return local.as_result(x.cumsum(dim) + totals[: local.device].sum(0))
 
 
 def _talks(

@@ -84,6 +84,13 @@ def _places(draw: Draw) -> Iterator[Sample]:
     yield sample("aten.index_fill.int_Tensor", draw.real(5, 6), 1, draw.order(6)[:4], draw.real())
     for reduce in ("prod", "mean"):
         yield sample("aten.index_reduce.default", draw.real(5, 6), 1, draw.below(6, 7), draw.real(5, 7), reduce)
+    for reduce in ("sum", "prod", "mean", "amax", "amin"):
+        tensors = (draw.real(5, 6), 1, draw.below(6, 5, 4), draw.real(5, 4))
+        yield sample("aten.scatter_reduce.two", *tensors, reduce, include_self=False)
+    yield sample("aten.scatter_reduce.two", draw.real(5, 6), 1, draw.below(6, 5, 4), draw.real(5, 4), "prod")
+    for reduce in ("prod", "mean", "amax", "amin"):
+        tensors = (draw.real(5, 6), 1, draw.below(6, 7), draw.real(5, 7))
+        yield sample("aten.index_reduce.default", *tensors, reduce, include_self=False)
     yield sample("aten.put.default", draw.real(5, 4), draw.order(20)[:6], draw.real(6))
     yield sample("aten.put.default", draw.real(5, 4), draw.below(20, 6), draw.real(6), True)
     yield sample("aten.masked_scatter.default", draw.real(5, 4), draw.truths(5, 4), draw.real(20))

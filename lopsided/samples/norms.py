@@ -26,10 +26,15 @@ def samples(draw: Draw) -> Iterator[Sample]:
     yield sample(own, draw.real(5, 4), None, None, *running, 0.1, 1e-5)
     batch = "aten.batch_norm.default"
     yield sample(batch, draw.real(5, 4, 6), draw.real(4), draw.real(4), *running, False, 0.1, 1e-5, False)
+    yield sample(batch, draw.real(5, 4, 6), None, None, *running, False, 0.1, 1e-5, False)
     yield sample(batch, draw.real(5, 4), draw.real(4), draw.real(4), None, None, True, 0.1, 1e-5, False)
     instance = "aten.instance_norm.default"
     yield sample(instance, draw.real(5, 4, 6), draw.real(4), draw.real(4), None, None, True, 0.1, 1e-5, False)
     yield sample(instance, draw.real(5, 4, 3, 6), None, None, None, None, True, 0.1, 1e-5, False)
+    yield sample(instance, draw.real(5, 4, 6), draw.real(4), draw.real(4), *running, False, 0.1, 1e-5, False)
+    yield sample(instance, draw.real(5, 4, 6), None, None, *running, False, 0.1, 1e-5, False)
     yield sample("aten._weight_norm.default", draw.real(5, 4, 3), draw.real(5, 1, 1))
+    yield sample("aten._weight_norm.default", draw.real(5, 4, 3), draw.real(), -1)
+    yield sample("aten._weight_norm.default", draw.real(5, 4), draw.real(1, 1), -1)
     yield sample("aten._weight_norm.default", draw.real(4, 5), draw.real(1, 5), 1)
     yield sample("aten._weight_norm_interface.default", draw.real(5, 4), draw.real(5, 1))

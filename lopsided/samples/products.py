@@ -14,6 +14,7 @@ from lopsided.validate import Sample, sample
 def samples(draw: Draw) -> Iterator[Sample]:
     yield from _matrices(draw)
     yield from _einsums(draw)
+    yield from _complex(draw)
     yield from _convolutions(draw)
     yield from _attention(draw)
     yield from _recurrent(draw)
@@ -74,6 +75,17 @@ def _einsums(draw: Draw) -> Iterator[Sample]:
         ("i,j,ij->i", (5,), (4,), (5, 4)),
     ):
         yield sample("aten.einsum.default", equation, [draw.real(*shape) for shape in shapes])
+
+
+def _complex(draw: Draw) -> Iterator[Sample]:
+    yield sample("aten.linear.default", draw.complex(5, 6), draw.complex(7, 6), draw.complex(7))
+    yield sample("aten.matmul.default", draw.complex(5, 4), draw.complex(4, 6))
+    yield sample("aten.matmul.default", draw.complex(3, 5, 4), draw.complex(4))
+    yield sample("aten.mm.default", draw.complex(5, 4), draw.complex(4, 6))
+    yield sample("aten.vdot.default", draw.complex(4), draw.complex(4))
+    yield sample("aten.addmm.default", draw.complex(6), draw.complex(5, 4), draw.complex(4, 6))
+    yield sample("aten.einsum.default", "bik,kj->bij", [draw.complex(5, 4, 6), draw.complex(6, 3)])
+    yield sample("aten.einsum.default", "i,j,ij->i", [draw.complex(5), draw.complex(4), draw.complex(5, 4)])
 
 
 def _convolutions(draw: Draw) -> Iterator[Sample]:
@@ -167,6 +179,13 @@ def _recurrent(draw: Draw) -> Iterator[Sample]:
         both,
         *(True, 1, 0.0, True, True, False),
     )
+    for train in (True, False):
+        deep, states = [*weights(4, 4, 3), *weights(4, 4, 4)], [draw.real(2, 5, 4), draw.real(2, 5, 4)]
+        yield sample("aten.lstm.input", draw.real(6, 5, 3), states, deep, True, 2, 0.4, train, False, False)
+    deep = [*weights(3, 4, 3), *weights(3, 4, 4)]
+    yield sample("aten.gru.input", draw.real(5, 6, 3), draw.real(2, 5, 4), deep, True, 2, 0.4, True, False, True)
+    deep = [*weights(1, 4, 3), *weights(1, 4, 4)]
+    yield sample("aten.rnn_tanh.input", draw.real(6, 3), draw.real(2, 4), deep, True, 2, 0.4, True, False, False)
     tail = (False, 1, 0.0, True, False, False)
     yield sample("aten.rnn_tanh.input", draw.real(6, 5, 3), draw.real(1, 5, 4), weights(1, 4, 3, False), *tail)
     yield sample("aten.rnn_relu.input", draw.real(6, 3), draw.real(1, 4), weights(1, 4, 3, False), *tail)

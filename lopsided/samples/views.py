@@ -64,6 +64,7 @@ def _reshapes(draw: Draw) -> Iterator[Sample]:
 
 def _orders(draw: Draw) -> Iterator[Sample]:
     yield sample("aten.permute.default", draw.real(5, 4, 6), [2, 0, 1])
+    yield sample("aten.permute.default", draw.real(2, 1, 3, 1, 1, 4, 1, 1, 1, 5), [9, 1, 2, 3, 4, 5, 6, 8, 7, 0])
     yield sample("aten.transpose.int", draw.real(5, 4, 6), -1, 0)
     yield sample("aten.t.default", draw.real(5, 4))
     yield sample("aten.t.default", draw.real(5))

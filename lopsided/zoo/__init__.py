@@ -74,7 +74,16 @@ def build(name: str, **overrides: Size) -> Built:
                 do=f"choose among {', '.join(f'{k}={v}' for k, v in defaults.items())}",
             )
         check_range(name, key, value, defaults[key])
-    return ZOO[name](**overrides)
+    # Sizes beyond memory fail in torch, those beyond 64 bits in torch or in Python, each with its own exception.
+    try:
+        return ZOO[name](**overrides)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{name} with these sizes cannot be built: {said}",
+            where=f"model {name!r} with {', '.join(f'{k}={v}' for k, v in overrides.items()) or 'its defaults'}",
+            do='choose smaller sizes, or build it under torch.device("meta") where shapes are enough',
+        ) from error
 
 
 def check_range(name: str, key: str, value: Size, default: Size) -> None:
