@@ -16,6 +16,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,6 +48,9 @@ def load(spec: str, *, batch: int | None = None) -> Model:
             where=f"model {spec!r}",
             do=f"write {head}:function, where the function returns (module, batch)",
         )
+    if head not in zoo.ZOO and not head.endswith(".py") and Path(head).exists() and os.sep in head:
+        kind = "a directory" if Path(head).is_dir() else "a file, but not a Python file"
+        raise ModelError(f"{head} is {kind}", where=f"model {spec!r}", do="name a function in a file: file.py:function")
     if head in zoo.ZOO or "=" in rest.partition(":")[0] or not rest:
         return load_zoo(spec, batch)
     function_name, _, overrides = rest.partition(":")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ from torch import Tensor, nn
 
 import lopsided
 from lopsided import models, ops, zoo
-from lopsided.errors import SharesError
+from lopsided.errors import ModelError, SharesError
+from lopsided.notation import Rule
 from lopsided.ops.op import Op
+from lopsided.placement import I, R, S
 from lopsided.simulate import Simulation
-from lopsided.verify import TOLERANCE, Verification, compare
+from lopsided.verify import Verification, compare, suspects
+from lopsided.widen import TOLERANCE
 
 
 def said(found: Verification) -> str:
@@ -137,3 +142,45 @@ def test_counts_are_of_the_programs_that_were_run() -> None:
         for _, a, b in trial.program.conversions():
             conversions[f"{a.kind}→{b.kind}" + ("'" if a.is_shard and b.is_shard else "")] += 1
     assert conversions == found.conversions
+
+
+def test_a_wrong_rule_is_a_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A mean over a cut dim whose pieces all count alike, however long they are.
+    monkeypatch.setitem(ops.TABLE, "aten.mean", Op(ops.TABLE["aten.mean"].line))
+    ops.describe.cache_clear()
+    try:
+        found = lopsided.verify(ByHand(lambda m, x: m.lin(x).relu().mean()), {"x": example()}, programs=40)
+    finally:
+        monkeypatch.undo()
+        ops.describe.cache_clear()
+    assert not found.passed
+    op, rule, failing, others = suspects(found)[0]
+    assert (op, rule.gives[0].kind, others) == ("aten.mean.default", "P", 0)
+    assert failing > 1
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    batch = {"x": example()}
+    with pytest.raises(ModelError, match="the loss is not finite on one device"):
+        lopsided.verify(ByHand(lambda m, x: m.lin(x).sum() * float("nan")), batch, programs=1)
+    with pytest.raises(ModelError, match="no parameter of the model requires a gradient"):
+        lopsided.verify(ByHand(lambda m, x: m.lin(x).sum()).requires_grad_(False), batch, programs=1)
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = ByHand(lambda m, x: m.lin(x).sum())
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ModelError, match="cannot be copied"):
+        lopsided.verify(model, {"x": example()}, programs=1)
+
+
+def test_replicas_that_differ_are_noticed() -> None:
+    model, batch = ByHand(lambda m, x: m.lin(x).sum()), {"x": example()}
+    graph = lopsided.capture(model, batch)
+    whole = lopsided.one_device(graph)
+    # Partial sums that pass for the whole: each device returns a loss of its own.
+    cut = Rule((S(0), R, R), (S(0),))
+    first = replace(whole.steps[0], rule=cut, chains=((I, S(0)), (I, R), (I, R)))
+    last = replace(whole.steps[1], rule=Rule((S(0),), (I,)), chains=((S(0),),))
+    found = lopsided.simulate(replace(whole, steps=(first, last)), model, batch, (0.75, 0.25))
+    assert found.spread > 1e-3
