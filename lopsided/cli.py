@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any, NoReturn
 
 import torch
@@ -27,10 +28,12 @@ from rich.table import Table
 from torch.nn.parameter import is_lazy
 
 from lopsided.capture import capture
-from lopsided.errors import InputError, LopsidedError, ModelError, SharesError
+from lopsided.errors import InputError, LopsidedError, ModelError, NotationError, SharesError
 from lopsided.graph import Graph
 from lopsided.models import load
-from lopsided.ops import TABLE
+from lopsided.notation import parse_line
+from lopsided.ops import TABLE, describe
+from lopsided.ops.op import Op
 from lopsided.placement import check_shares
 from lopsided.rules import RuleBook, derive_rules, describe_call
 from lopsided.sample import random_program
@@ -171,11 +174,14 @@ def _say_experiments(book: RuleBook) -> None:
 def rules_command(
     op: Annotated[str, typer.Option(help="Only this op, for example linear or aten.linear.default.")] = "",
     listing: Annotated[bool, typer.Option("--list", help="Only name the ops, with a line each.")] = False,
+    line: Annotated[str, typer.Option(help="Try this line for the op in place of the table's.")] = "",
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Validate the table of rules on real kernels: wrong rules, and valid rules it does not derive."""
     ops = _ops_named(op)
+    if line:
+        _try_line(op, ops, line)
     if listing:
         for name in ops:
             described = describe_call(as_call(samples_of(name)[0])[0])
@@ -193,6 +199,17 @@ def rules_command(
     else:
         _print_findings(findings, details=bool(op))
     raise typer.Exit(1 if wrong else 0)
+
+
+def _try_line(op: str, ops: list[str], line: str) -> None:
+    """For this run, the table has another line for the op."""
+    if not op:
+        raise NotationError("--line needs an op to try it on", where="--line", do="name it with --op")
+    parse_line(line)
+    for name in ops:
+        entry = describe(samples_of(name)[0].op)
+        TABLE[name] = Op(line) if entry is None else replace(entry, line=line, talks=None)
+    describe.cache_clear()
 
 
 def _ops_named(op: str) -> list[str]:

@@ -83,6 +83,10 @@ BAD = {
     "shares sign": (["verify", SMALL, "--shares", "1.5,-.5"], "negative"),
     "shares words": (["verify", SMALL, "--shares", "half,half"], "not a list of numbers"),
     "op": (["rules", "--op", "linaer"], "linear"),
+    "a line with a typo": (["rules", "--op", "linear", "--line", "... i ** o i -> ... o"], "does not parse"),
+    "a line that does not fit": (["rules", "--op", "linear", "--line", "a b * c -> a c"], "aten.linear.default"),
+    "a line for no op": (["rules", "--line", "... -> ..."], "--op"),
+    "a directory": (["verify", str(Path(__file__).parent)], "a directory"),
     "no command": (["plam"], "plam"),
     "programs": (["verify", SMALL, "--programs", "0"], "programs"),
 }
@@ -97,6 +101,21 @@ def test_bad_input_is_refused_in_a_few_lines(case: str) -> None:
     assert word in said
     assert "Traceback" not in said
     assert len(said.splitlines()) <= 8
+
+
+def test_a_line_is_tried_without_touching_the_table() -> None:
+    wrong = lopsided("rules", "--op", "softmax", "--line", "f[...] -> ...")
+    assert wrong.returncode == 1
+    assert "WRONG" in wrong.stdout
+    weak = lopsided("rules", "--op", "mm", "--line", "m I * I n -> m n")
+    assert weak.returncode == 0
+    assert "should an index be lower case?" in weak.stdout
+
+
+def test_an_error_as_json() -> None:
+    done = lopsided("verify", "brett", "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"] == "ModelError"
 
 
 def test_no_scalar_is_refused_with_advice(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lopsided.call import resolve_op
+from lopsided.call import call_op, resolve_op, surroundings
 from lopsided.graph import DTYPE_NAMES, Context
 from lopsided.imaginary import Parts, SeededRandomness, cotangent, run_rule, sum_parts
 from lopsided.notation import Rule
@@ -101,8 +101,10 @@ def _under(call: Call, autocast: str) -> Call:
     context = Context(autocast)
     operands = [torch.zeros(v.shape, dtype=v.torch_dtype) for v in call.operands]
     node = replace(call.node, context=context)
-    made = run_whole(Call(node, call.operands), operands, SeededRandomness(0, (1.0,)))
-    values = [replace(v, dtype=DTYPE_NAMES[t.dtype]) for v, t in zip(node.results, made, strict=True)]
+    with surroundings(context):
+        made = call_op(node, operands, torch.device("cpu"))
+    outs = list(made) if isinstance(made, tuple | list) else [made]
+    values = [replace(v, dtype=DTYPE_NAMES[t.dtype]) for v, t in zip(node.results, outs, strict=True)]
     return Call(replace(node, results=tuple(values)), call.operands)
 
 
@@ -220,3 +222,25 @@ def test_a_mean_does_not_overflow(dtype: torch.dtype) -> None:
             placed = [distribute(t, need, SHARES, torch.Generator()) for t, need in pairs]
             parts = run_rule(call, rule, placed, SHARES, SeededRandomness(0, SHARES))[0]
             assert relative_error(sum_parts([part.float() for part in parts]), expected) < TOLERANCE[dtype]
+
+
+def test_local_implementations_under_autocast_give_the_dtype_of_the_node() -> None:
+    """Float32 operands, bfloat16 results; a device without a piece adds its bias or its zeros in that dtype, too."""
+    q, k, v = (_reals(torch.float32, 2, 4, 5, 6, seed=seed) for seed in range(3))
+    shares = (0.0, 0.6, 0.4)
+    for example in (
+        sample("aten.scaled_dot_product_attention.default", q, k, v, dropout_p=0.4),
+        sample("aten.scaled_dot_product_attention.default", q, k, v, is_causal=True),
+        sample("aten.conv1d.default", *(_reals(torch.float32, *shape) for shape in ((2, 4, 7), (6, 4, 3), (6,)))),
+        sample("aten.linear.default", *(_reals(torch.float32, *shape) for shape in ((5, 4), (6, 4), (6,)))),
+    ):
+        call, tensors = as_call(example)
+        call = _under(call, "cpu:bf16")
+        assert call.node.results[0].torch_dtype == torch.bfloat16
+        for rule in call_rules(call):
+            pairs = zip(tensors, rule.needs, strict=True)
+            placed = [distribute(t, need, shares, torch.Generator().manual_seed(1)) for t, need in pairs]
+            (parts,) = run_rule(call, rule, placed, shares, SeededRandomness(0, shares))
+            assert {part.dtype for part in parts} == {torch.bfloat16}, f"{example} by {rule}"
+            (whole,) = run_whole(call, tensors, SeededRandomness(0, (1.0,)))
+            assert relative_error(_joined(parts, rule.gives[0]), whole.float()) < TOLERANCE[torch.bfloat16]
