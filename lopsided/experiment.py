@@ -31,7 +31,7 @@ from lopsided.placement import I, P, Placement, R, S
 from lopsided.trial import random_operands, try_rule
 from lopsided.widen import TOLERANCE, widen_node, widen_value
 
-_MOST_HYPOTHESES = 4000
+MOST_HYPOTHESES = 2000  # an op with many tensors has more: exponentially many
 _LARGE = 1 << 18
 _PATIENCE_S = 60.0
 _MOST_DEATHS = 50
@@ -53,7 +53,7 @@ def rules_by_experiment(call: Call) -> tuple[Rule, ...]:
 def _found(call: Call) -> tuple[Rule, ...]:
     small, sets = _shrunk(Call(widen_node(call.node), tuple(map(widen_value, call.operands))))
     # A rule must hold wherever it is tried: an op may be linear for small numbers only.
-    rules = tuple(itertools.islice(hypotheses(small), _MOST_HYPOTHESES)) if sets else ()
+    rules = tuple(itertools.islice(hypotheses(small), MOST_HYPOTHESES)) if sets else ()
     for operands in sets:
         rules = held(small, operands, rules)
     return rules

@@ -2,11 +2,12 @@
 
 In: samples, small calls of the ops in the table. Out: `Finding`s. Each rule is run in float64 on unequal pieces, also
 with an empty piece, and joined values and gradients are compared with one device. Then every hypothesis that the
-table did not derive is tried, and those that hold are listed.
+table did not derive is tried, up to a limit for ops with many tensors, and those that hold are listed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lopsided.call import resolve_op
 from lopsided.errors import RuleError
-from lopsided.experiment import held, hypotheses
+from lopsided.experiment import MOST_HYPOTHESES, held, hypotheses
 from lopsided.graph import DTYPE_NAMES, Arg, Atom, Node, Ref, Value
 from lopsided.notation import PLAIN, Rule, Variant
 from lopsided.ops.op import Call
@@ -129,5 +130,6 @@ def _variants(call: Call) -> dict[str, tuple[Variant, ...]]:
 
 def _missing(call: Call, tensors: list[Tensor], rules: Sequence[Rule]) -> tuple[Rule, ...]:
     known = {(rule.needs, rule.gives) for rule in rules}
-    candidates = [rule for rule in hypotheses(call) if (rule.needs, rule.gives) not in known]
+    tried = itertools.islice(hypotheses(call), MOST_HYPOTHESES)
+    candidates = [rule for rule in tried if (rule.needs, rule.gives) not in known]
     return held(call, tensors, candidates)
