@@ -73,8 +73,8 @@ def held(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) -> tupl
 
 def _verdicts(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) -> bytes:
     """A "1" or "0" for each candidate, from a child; fewer if it did not live to say."""
-    # After a backward pass on a GPU autograd refuses to run in a fork: better unguarded than not at all.
-    if not hasattr(os, "fork") or torch.cuda.is_initialized():
+    # Where there is a GPU, autograd refuses to run in a fork: better unguarded than not at all.
+    if not hasattr(os, "fork") or torch.cuda.is_available():
         return b"".join(b"01"[i : i + 1] for i in (int(holds(call, operands, rule)) for rule in candidates))
     reading, writing = os.pipe()
     with warnings.catch_warnings():
