@@ -22,7 +22,7 @@ from lopsided.errors import ProgramError, RuleError
 from lopsided.notation import Rule
 from lopsided.ops import describe
 from lopsided.ops.op import Ask, Call, Implementation, Local
-from lopsided.placement import I, P, Placement, R, cut, join_pieces, place_in_zeros, take_piece
+from lopsided.placement import AnyShares, I, P, Placement, R, join_pieces, pieces_of, place_in_zeros, take_piece
 
 Parts = list[Tensor]  # what each device holds of one value
 
@@ -37,9 +37,7 @@ def cotangent(placement: Placement) -> Placement:
 # Conversions
 
 
-def move(
-    parts: Sequence[Tensor], source: Placement, to: Placement, shape: Sequence[int], shares: tuple[float, ...]
-) -> Parts:
+def move(parts: Sequence[Tensor], source: Placement, to: Placement, shape: Sequence[int], shares: AnyShares) -> Parts:
     """Change the placement of a value; no gradient."""
     devices = range(len(parts))
     if source.is_whole and to.is_whole:
@@ -47,7 +45,7 @@ def move(
     if to.kind == "P":
         if source.is_whole:
             return [part if d == 0 else torch.zeros_like(part) for d, part in enumerate(parts)]
-        pieces = cut(source.length(shape), shares)
+        pieces = pieces_of(source, shape, shares)
         return [place_in_zeros(parts[d], source, shape, pieces, d) for d in devices]
     if source.is_whole:
         wholes = list(parts)
@@ -56,7 +54,7 @@ def move(
         wholes = [whole for _ in devices]
     if to.is_whole:
         return wholes
-    pieces = cut(to.length(shape), shares)
+    pieces = pieces_of(to, shape, shares)
     return [take_piece(wholes[d], to, pieces, d) for d in devices]
 
 
@@ -74,7 +72,7 @@ class _Convert(torch.autograd.Function):
         source: Placement,
         to: Placement,
         shape: tuple[int, ...],
-        shares: tuple[float, ...],
+        shares: AnyShares,
         *parts: Tensor,
     ) -> Any:
         ctx.way = (source, to, shape, shares)
@@ -87,7 +85,7 @@ class _Convert(torch.autograd.Function):
         return (None, None, None, None, *move(gradients, cotangent(to), cotangent(source), shape, shares))
 
 
-def convert(parts: Parts, source: Placement, to: Placement, shape: Sequence[int], shares: tuple[float, ...]) -> Parts:
+def convert(parts: Parts, source: Placement, to: Placement, shape: Sequence[int], shares: AnyShares) -> Parts:
     """Change the placement of a value, forward and backward."""
     if source == to:
         return parts
@@ -105,7 +103,7 @@ class SeededRandomness:
     """Random numbers as a function of a seed and the node: a piece gets its part of what one device would draw."""
 
     seed: int
-    shares: tuple[float, ...]
+    shares: AnyShares
 
     def of_node(self, name: str, device: int = 0) -> int:
         digest = hashlib.sha256(f"{self.seed} {name} {device}".encode()).digest()
@@ -117,12 +115,12 @@ class SeededRandomness:
         draw = torch.randn if normal else torch.rand
         whole = draw(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
         if placement.is_shard:
-            whole = take_piece(whole, placement, cut(placement.length(shape), self.shares), local.device)
+            whole = take_piece(whole, placement, pieces_of(placement, shape, self.shares), local.device)
         return whole.to(local.tensors[0].device if local.tensors else torch.get_default_device())
 
 
 def run_rule(
-    call: Call, rule: Rule, operands: Sequence[Parts], shares: tuple[float, ...], random: SeededRandomness
+    call: Call, rule: Rule, operands: Sequence[Parts], shares: AnyShares, random: SeededRandomness
 ) -> list[Parts]:
     """Run one op by one rule on every device; `operands` are placed as the rule needs, the results as it gives."""
     if rule.how == "sfb":
@@ -130,9 +128,7 @@ def run_rule(
     return _run(call, rule, operands, shares, random)
 
 
-def _run(
-    call: Call, rule: Rule, operands: Sequence[Parts], shares: tuple[float, ...], random: SeededRandomness
-) -> list[Parts]:
+def _run(call: Call, rule: Rule, operands: Sequence[Parts], shares: AnyShares, random: SeededRandomness) -> list[Parts]:
     locals_ = [_local(call, rule, [parts[d] for parts in operands], d, shares, random) for d in range(len(shares))]
     implementation, talks = _implementation(call, rule)
     with surroundings(call.node.context):
@@ -153,7 +149,7 @@ def _local(
     rule: Rule,
     tensors: list[Tensor],
     device: int,
-    shares: tuple[float, ...],
+    shares: AnyShares,
     random: SeededRandomness,
 ) -> Local:
     pieces = rule_pieces(call, rule, shares)
@@ -163,15 +159,16 @@ def _local(
     return Local(call, rule, tuple(tensors), shapes, device, pieces, random)
 
 
-def rule_pieces(call: Call, rule: Rule, shares: tuple[float, ...]) -> tuple[int, ...]:
+def rule_pieces(call: Call, rule: Rule, shares: AnyShares) -> tuple[int, ...]:
     """The pieces of the index this rule cuts: one index, so one length, whichever tensor tells it."""
     placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
-    lengths = {placement.length(value.shape) for placement, value in placed if placement.is_shard}
-    if len(lengths) > 1:
+    found = {(p.length(value.shape), p.by): (p, value.shape) for p, value in placed if p.is_shard}
+    if len(found) > 1:
+        texts = [f"{length} by {by}" if by else str(length) for length, by in sorted(found)]
         raise ProgramError(
-            f"{call.node.op} by {rule} cuts lengths {sorted(lengths)} as one", do="cut one index at a time"
+            f"{call.node.op} by {rule} cuts lengths {', '.join(texts)} as one", do="cut one index at a time"
         )
-    return cut(lengths.pop(), shares) if lengths else ()
+    return next((pieces_of(p, shape, shares) for p, shape in found.values()), ())
 
 
 def _implementation(call: Call, rule: Rule) -> tuple[Implementation, bool]:
@@ -220,7 +217,7 @@ def _check_shapes(local: Local, out: Sequence[Any]) -> None:
         )
 
 
-def _in_step(talking: list[Any], shares: tuple[float, ...]) -> list[Any]:
+def _in_step(talking: list[Any], shares: AnyShares) -> list[Any]:
     """Drive one generator per device: all ask the same question, all get their part of the answer."""
     results: list[Any] = [None] * len(talking)
     if not isinstance(talking[0], Generator):
@@ -238,7 +235,7 @@ def _in_step(talking: list[Any], shares: tuple[float, ...]) -> list[Any]:
         answers = _answer(asks, shares)
 
 
-def _answer(asks: list[Ask], shares: tuple[float, ...]) -> Parts:
+def _answer(asks: list[Ask], shares: AnyShares) -> Parts:
     parts = [ask.tensor for ask in asks]
     if asks[0].largest:
         peak = torch.stack(parts).amax(0)
@@ -250,7 +247,7 @@ def _answer(asks: list[Ask], shares: tuple[float, ...]) -> Parts:
 
 
 def _with_gathered_factors(
-    call: Call, rule: Rule, operands: Sequence[Parts], shares: tuple[float, ...], random: SeededRandomness
+    call: Call, rule: Rule, operands: Sequence[Parts], shares: AnyShares, random: SeededRandomness
 ) -> list[Parts]:
     """Forward as ever; backward, the `I` operands' gradient from gathered factors, whole on every device."""
     plain = replace(rule, how="plain")
@@ -271,7 +268,7 @@ class _GatheredFactors(torch.autograd.Function):
         ctx: Any,
         call: Call,
         rule: Rule,
-        shares: tuple[float, ...],
+        shares: AnyShares,
         random: SeededRandomness,
         results: int,
         *flat: Tensor,

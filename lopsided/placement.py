@@ -1,18 +1,21 @@
 """What a device holds of a value, and how a length is cut into unequal pieces.
 
-In: nothing. Out: `Placement` (`I`, `R`, `P`, `S(dim)`) and `cut`, the integer pieces of a length.
+In: nothing. Out: `Placement` (`I`, `R`, `P`, `S(dim)`), `Shares`, and `cut`, the integer pieces of a length.
 
 A shard placement names more than a dim. "Cuts belong to indices, not to tensors": twenty rows of seven seen as one
 dim of 140 must be cut between rows. So a shard sees its dim as `outer × length × unit` elements and cuts
 the `length` in the middle: `S0/7` above, with unit 7. An outer count lets the three matrices of a fused
 query-key-value projection be cut alike (`S0x3/64`: three blocks, each cut in heads of 64).
+
+Not everything need be cut alike: a device may store more than it computes. A shard can name the shares that cut it
+(`S0@state`); without a name it is cut by the work shares.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -26,14 +29,17 @@ from lopsided.errors import ProgramError, SharesError
 class Placement:
     """One of `I`, `R`, `P`, or a shard `S` along `dim`, cut in the middle of `outer × length × unit`.
 
-    >>> str(S(2)), str(S(0, unit=7)), str(S(1, outer=3, unit=64))
-    ('S2', 'S0/7', 'S1x3/64')
+    `by` names the shares that say how long each device's piece is; "" is the work shares.
+
+    >>> str(S(2)), str(S(0, unit=7)), str(S(1, outer=3, unit=64)), str(S(0, by="state"))
+    ('S2', 'S0/7', 'S1x3/64', 'S0@state')
     """
 
     kind: str
     dim: int = -1
     outer: int = 1
     unit: int = 1
+    by: str = ""
 
     @property
     def is_shard(self) -> bool:
@@ -49,7 +55,8 @@ class Placement:
             return self.kind
         outer = f"x{self.outer}" if self.outer > 1 else ""
         unit = f"/{self.unit}" if self.unit > 1 else ""
-        return f"S{self.dim}{outer}{unit}"
+        by = f"@{self.by}" if self.by else ""
+        return f"S{self.dim}{outer}{unit}{by}"
 
     __repr__ = __str__
 
@@ -61,6 +68,10 @@ class Placement:
         if not self.is_shard:
             return True
         return 0 <= self.dim < len(shape) and shape[self.dim] % (self.outer * self.unit) == 0
+
+    def cut_by(self, by: str) -> Placement:
+        """The same placement, cut by the shares of this name."""
+        return S(self.dim, self.outer, self.unit, by) if self.is_shard else self
 
     def local_shape(self, shape: Sequence[int], pieces: Sequence[int], device: int) -> tuple[int, ...]:
         """The shape of what `device` holds, given the pieces (in units) of every device."""
@@ -77,11 +88,11 @@ P = Placement("P")
 
 
 @cache
-def S(dim: int, outer: int = 1, unit: int = 1) -> Placement:
-    return Placement("S", dim, outer, unit)
+def S(dim: int, outer: int = 1, unit: int = 1, by: str = "") -> Placement:
+    return Placement("S", dim, outer, unit, by)
 
 
-_TEXT = re.compile(r"S(\d+)(?:x([1-9]\d*))?(?:/([1-9]\d*))?")
+_TEXT = re.compile(r"S(\d+)(?:x([1-9]\d*))?(?:/([1-9]\d*))?(?:@(\w+))?")
 
 
 def parse_placement(text: str) -> Placement:
@@ -93,8 +104,8 @@ def parse_placement(text: str) -> Placement:
         raise ProgramError(
             f"{text!r} is not a placement", do="write I, R, P, S<dim>, S<dim>/<unit> or S<dim>x<outer>/<unit>"
         )
-    dim, outer, unit = match.groups(default="1")
-    return S(int(dim), int(outer), int(unit))
+    dim, outer, unit, by = match.groups()
+    return S(int(dim), int(outer or 1), int(unit or 1), by or "")
 
 
 def check_shares(shares: Sequence[float]) -> tuple[float, ...]:
@@ -134,6 +145,62 @@ def cut(length: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     for k in range(length - sum(pieces)):
         pieces[by_remainder[k % len(by_remainder)]] += 1
     return tuple(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How unequal the pieces are: the work shares, shares with a name, and cuts that are settled to the unit.
+
+    A name that is not there stands for the work shares. `cuts` holds (name, length, pieces) where rounding was chosen
+    with more in mind than nearness to the shares.
+
+    >>> shares = Shares((0.5, 0.3, 0.2), named=(("state", (0.2, 0.4, 0.4)),), cuts=(("", 7, (3, 2, 2)),))
+    >>> shares.cut(7), shares.cut(10), shares.cut(10, "state")
+    ((3, 2, 2), (5, 3, 2), (2, 4, 4))
+    """
+
+    work: tuple[float, ...]
+    named: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    cuts: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_shares(self.work)
+        for name, shares in self.named:
+            check_shares(shares)
+            if len(shares) != len(self.work):
+                raise SharesError(
+                    f"there are {len(shares)} shares {name!r} for {len(self.work)} devices",
+                    do="give one share per device",
+                )
+        for name, length, pieces in self.cuts:
+            if len(pieces) != len(self.work) or min(pieces) < 0 or sum(pieces) != length:
+                raise SharesError(
+                    f"the cut of {length} by {name or 'work'!r} is not one: {', '.join(map(str, pieces))}",
+                    do=f"give {len(self.work)} pieces of 0 or more that sum to {length}",
+                )
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self.work)
+
+    def of(self, by: str = "") -> tuple[float, ...]:
+        """The fractions of this name."""
+        return next((shares for name, shares in self.named if name == by), self.work)
+
+    def cut(self, length: int, by: str = "") -> tuple[int, ...]:
+        settled = next((p for name, total, p in self.cuts if name == by and total == length), None)
+        return cut(length, self.of(by)) if settled is None else settled
+
+
+AnyShares = Shares | tuple[float, ...]
+
+
+def pieces_of(placement: Placement, shape: Sequence[int], shares: AnyShares) -> tuple[int, ...]:
+    """The pieces of a value under a shard placement, in units, one per device."""
+    length = placement.length(shape)
+    return shares.cut(length, placement.by) if isinstance(shares, Shares) else cut(length, shares)
 
 
 def start_of(pieces: Sequence[int], device: int) -> int:

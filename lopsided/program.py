@@ -205,7 +205,7 @@ def check_program(program: Program, book: RuleBook) -> None:
     placed = dict(program.leaves)
     for leaf in graph.leaves:
         at = placed.get(leaf.value.name, I)
-        if at not in book.leaves[leaf.value.name]:
+        if at.cut_by("") not in book.leaves[leaf.value.name]:
             raise ProgramError(
                 f"%{leaf.value.name} ({leaf.kind} {leaf.target}) cannot be placed {at}",
                 where=str(leaf.value),
@@ -213,13 +213,20 @@ def check_program(program: Program, book: RuleBook) -> None:
             )
     for step in program.steps:
         rules = book.rules[step.node.name]
-        if step.rule not in rules and len(step.chains) == len(step.node.operands):
+        if in_work_shares(step.rule) not in rules and len(step.chains) == len(step.node.operands):
             raise ProgramError(
                 f"{step.node.op} has no rule {step.rule}",
                 where=_step_line(step),
                 do=f"use one of its rules: {'; '.join(map(str, rules))}",
             )
     check_facts(program)
+
+
+def in_work_shares(rule: Rule) -> Rule:
+    """The rule without the names of the shares that cut it, as the rule book has it."""
+    if not any(placement.by for placement in (*rule.needs, *rule.gives)):
+        return rule
+    return Rule(tuple(p.cut_by("") for p in rule.needs), tuple(p.cut_by("") for p in rule.gives), rule.how)
 
 
 def check_facts(program: Program) -> None:
@@ -272,6 +279,13 @@ def _check_step(step: Step, facts: set[tuple[str, Placement]], graph: Graph, don
             f"%{node.name}: its operands do not end as its rule needs: {step.rule}",
             where=where,
             do="convert them",
+        )
+    names = {p.by for p in (*step.rule.needs, *step.rule.gives) if p.is_shard}
+    if len(names) > 1:
+        raise ProgramError(
+            f"%{node.name} is cut by different shares: {', '.join(name or 'work' for name in sorted(names))}",
+            where=where,
+            do="cut all its operands and results by the same shares",
         )
     facts.update((value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True))
 

@@ -19,7 +19,7 @@ from lopsided.graph import Graph, Leaf
 from lopsided.imaginary import Parts, SeededRandomness, convert, move, run_rule
 from lopsided.notation import Rule
 from lopsided.ops.op import Call
-from lopsided.placement import I, Placement, check_shares, join_pieces
+from lopsided.placement import AnyShares, I, Placement, Shares, check_shares, join_pieces
 from lopsided.program import Chain, Program, Step, check_facts
 from lopsided.trial import relative_error
 
@@ -36,14 +36,14 @@ class Simulation:
 
 
 def simulate(
-    program: Program, model: nn.Module, batch: object, shares: Sequence[float], *, seed: int = 0
+    program: Program, model: nn.Module, batch: object, shares: Sequence[float] | Shares, *, seed: int = 0
 ) -> Simulation:
     """Run `program` on one imaginary device per share: forward, backward, and join the results.
 
     Random ops draw from `seed`: what a device draws for its piece is the piece of what one device would draw. Whether
     the rules of the program are rules of its ops is for `check_program` to say.
     """
-    fractions = check_shares(shares)
+    fractions = shares if isinstance(shares, Shares) else check_shares(shares)
     check_facts(program)
     with torch.inference_mode(False), torch.enable_grad():
         sources = tensors_of(program.graph, model, batch)
@@ -51,7 +51,7 @@ def simulate(
             return _simulate(program, sources, fractions, seed)
 
 
-def _simulate(program: Program, sources: Mapping[str, Tensor], fractions: tuple[float, ...], seed: int) -> Simulation:
+def _simulate(program: Program, sources: Mapping[str, Tensor], fractions: AnyShares, seed: int) -> Simulation:
     devices = _Devices(program.graph, fractions, SeededRandomness(seed, fractions))
     stored = {}
     for name, placement in program.leaves:
@@ -127,7 +127,7 @@ def _tensor(leaf: Leaf, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tenso
 class _Devices:
     """The facts every device holds, by value and placement."""
 
-    def __init__(self, graph: Graph, shares: tuple[float, ...], random: SeededRandomness) -> None:
+    def __init__(self, graph: Graph, shares: AnyShares, random: SeededRandomness) -> None:
         self.graph, self.shares, self.random = graph, shares, random
         self.facts: dict[tuple[str, Placement], Parts] = {}
 
