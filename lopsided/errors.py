@@ -5,9 +5,12 @@ LopsidedError                  what went wrong, where, and what to do about it
 │   ├── ModelError             a model that cannot be named, imported, built or called
 │   ├── CaptureError           a model that cannot be captured as one graph
 │   ├── NotationError          a rule line that does not parse, or does not fit the op
+│   ├── ClusterError           a cluster file or object that cannot be used, a device that is not there
 │   ├── SharesError            shares that are negative or do not sum to one
 │   ├── GraphError             a graph text or object that is not a legal graph
-│   └── ProgramError           a program text or object that is not a legal program
+│   ├── ProgramError           a program text or object that is not a legal program
+│   ├── DoesNotFitError        a program that needs more memory than a device has
+│   └── PlanError              a plan file or object that cannot be used
 └── RuleError                  a rule that computes something else than one device would
 """
 
@@ -45,6 +48,10 @@ class NotationError(InputError):
     """A rule line that does not parse, or does not fit the op."""
 
 
+class ClusterError(InputError):
+    """A cluster file or object that cannot be used, or a device that it does not have."""
+
+
 class SharesError(InputError):
     """Shares that are negative or do not sum to one."""
 
@@ -55,6 +62,14 @@ class GraphError(InputError):
 
 class ProgramError(InputError):
     """A program text or object that is not a legal program."""
+
+
+class DoesNotFitError(InputError):
+    """A program that needs more memory than a device has."""
+
+
+class PlanError(InputError):
+    """A plan file or object that cannot be used, written or compared."""
 
 
 class RuleError(LopsidedError):

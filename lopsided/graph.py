@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -169,15 +169,16 @@ class Node:
     context: Context = Context()
     saved: Saved = Saved()
     source: Source = Source()
+    # The names of its tensor arguments, in the order of the call; a value used twice stands twice.
+    operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        operands = tuple(_refs((self.args, tuple(value for _, value in self.kwargs))))
+        object.__setattr__(self, "operands", operands)
 
     @property
     def name(self) -> str:
         return self.results[0].name
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The names of its tensor arguments, in the order of the call; a value used twice stands twice."""
-        return tuple(_refs((self.args, tuple(value for _, value in self.kwargs))))
 
 
 def _refs(arg: object) -> Iterator[str]:

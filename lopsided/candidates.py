@@ -1,0 +1,421 @@
+"""Pairs of a program and shares, made in every sensible way and judged by the timeline of a whole step.
+
+In: a `Graph`, its `RuleBook`, a `Cluster`. Out: `Candidate`s. `Workshop` holds what they are made with; each of its
+methods is one way to make some:
+
+    classic     the strategies everyone knows, with the shares everyone gives them
+    improve     search and balance in turn from several seeds, on one part of a cluster
+    fitting     one search and one balance; where memory is short, at the lowest price of memory at which all fits
+    segmented   the same program with shares of its own for each part of the model
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from lopsided.classics import batch_dims, data_parallel, leaves_batch_whole, stored_cut
+from lopsided.cluster import Cluster
+from lopsided.cost import Costs, Optimizer, Scale
+from lopsided.errors import DoesNotFitError
+from lopsided.graph import Graph, Leaf, Node
+from lopsided.memory import Holding, bytes_per_kind, describe_excess, holdings
+from lopsided.notation import Rule
+from lopsided.placement import I, Placement, Shares
+from lopsided.prices import SharePrices
+from lopsided.program import Program, Step
+from lopsided.rules import RuleBook
+from lopsided.schedule import Schedule, lay_out
+from lopsided.search import Found, Progress, search
+from lopsided.segments import found_segments
+from lopsided.shares import balance
+from lopsided.simulate import one_device
+from lopsided.timeline import Timeline, run
+
+MEMORY_IN_USE = 0.92
+"""How much of a device's memory a plan may fill: the rest is the driver's, the allocator's and the library's."""
+
+_ROUNDS = 3  # of search and balance in turn, from one seed
+_CHEAPEST, _DEAREST = 1e-3, 1e3  # prices of memory: how many times its work a device's whole memory is worth
+_HALVINGS = 6  # of what lies between them
+_REMEMBERED = 8  # programs laid out
+_BETTER = 1 - 1e-3  # by less than this, another pair is not worth the change
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program with shares on a (part of a) cluster, and what a step takes."""
+
+    name: str
+    on: Cluster
+    program: Program
+    shares: Shares
+    regather: bool
+    timeline: Timeline
+    memory: tuple[int, ...]  # bytes on the fullest device of each kind
+    fits: bool
+    found: Found | None = None  # the search it comes from
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+    def beats(self, other: Candidate | None) -> bool:
+        if other is None or not self.fits:
+            return self.fits
+        # What a search has found as well comes with a proof.
+        proven = self.found is not None and other.found is None
+        return self.step_s < other.step_s * (1 + 1e-9 if proven else _BETTER)
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A program laid out in time and memory, whatever the shares."""
+
+    program: Program
+    schedule: Schedule
+    held: tuple[Holding, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What narrows the search: how parameters may be stored, which rules may be used, how long it may take."""
+
+    stores: Callable[[Leaf], tuple[Placement, ...]]
+    allowed: Callable[[Node, Rule], bool]
+    deadline: float = math.inf  # of time.perf_counter()
+
+    @property
+    def left_s(self) -> float:
+        return max(self.deadline - time.perf_counter(), 0.0)
+
+
+def _excess(candidate: Candidate) -> float:
+    """By how much the fullest device is over its limit, as a part of it."""
+    used = zip(candidate.memory, memory_limits(candidate.on), strict=True)
+    return max(size / limit for size, limit in used)
+
+
+def memory_limits(cluster: Cluster) -> tuple[int, ...]:
+    """Bytes that a plan may fill, for each kind."""
+    return tuple(int(kind.memory_bytes * MEMORY_IN_USE) for kind in cluster.kinds)
+
+
+def speed_dtype(graph: Graph) -> str:
+    """The dtype most parameters are in: what "by speed" means."""
+    sizes: dict[str, int] = {}
+    for leaf in graph.parameters:
+        sizes[leaf.value.dtype] = sizes.get(leaf.value.dtype, 0) + leaf.value.elements
+    return max(sizes, key=lambda dtype: sizes[dtype], default="f32")
+
+
+def per_device(cluster: Cluster, weights: tuple[float, ...]) -> tuple[float, ...]:
+    """Shares proportional to a weight per kind."""
+    total = sum(kind.devices * weight for kind, weight in zip(cluster.kinds, weights, strict=True))
+    return tuple(
+        weight / total for kind, weight in zip(cluster.kinds, weights, strict=True) for _ in range(kind.devices)
+    )
+
+
+class Workshop:
+    """What candidates are made with; remembers prices and counts searches."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        book: RuleBook,
+        optimizer: Optimizer,
+        limits: Limits,
+        progress: Callable[[Progress], None],
+    ) -> None:
+        self.graph, self.book, self.optimizer = graph, book, optimizer
+        self.limits, self.progress = limits, progress
+        self.dtype = speed_dtype(graph)
+        self.best: Candidate | None = None
+        self.memory_price, self.regather = 0.0, False  # at which the last search that was short of memory ended
+        self.tried: list[Candidate] = []  # until one fits
+        self.searched: list[Found] = []
+        self.log: list[str] = []
+        self._costs: dict[str, Costs] = {}
+        self._ideal: dict[str, float] = {}
+        self._laid: dict[tuple[str, int, bool], Laid] = {}
+
+    @property
+    def chosen(self) -> Candidate:
+        """The best candidate that fits."""
+        if self.best is not None:
+            return self.best
+        # The one that comes nearest tells best what is missing.
+        nearest = min(self.tried, key=_excess)
+        held = holdings(nearest.program, self.optimizer, regather=nearest.regather, devices=nearest.on.devices)
+        error = describe_excess(held, Scale(nearest.on, nearest.shares))
+        assert error is not None, "what does not fit has an excess"
+        raise error
+
+    # Judging
+
+    def costs(self, on: Cluster) -> Costs:
+        key = on.fingerprint
+        if key not in self._costs:
+            self._costs[key] = Costs(self.graph, on, self.optimizer)
+        return self._costs[key]
+
+    def judge(
+        self, name: str, on: Cluster, program: Program, shares: Shares, regather: bool, found: Found | None = None
+    ) -> Candidate:
+        """The candidate that a pair is; the best that fits is kept."""
+        laid, scale = self.laid_out(on, program, regather), Scale(on, shares)
+        timeline = run(laid.schedule, self.costs(on).network, scale)
+        memory = bytes_per_kind(laid.held, scale)
+        fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
+        candidate = Candidate(name, on, program, shares, regather, timeline, memory, fits, found)
+        if candidate.beats(self.best):
+            self.best = candidate
+        if self.best is None:
+            self.tried.append(candidate)
+        return candidate
+
+    def laid_out(self, on: Cluster, program: Program, regather: bool) -> Laid:
+        """What does not depend on shares. The last few are remembered: each is judged with several."""
+        key = (on.fingerprint, id(program), regather)
+        if key not in self._laid:
+            if len(self._laid) >= _REMEMBERED:
+                self._laid.pop(next(iter(self._laid)))
+            schedule = lay_out(program, self.costs(on), regather=regather)
+            held = holdings(program, self.optimizer, regather=regather, devices=on.devices)
+            self._laid[key] = Laid(program, schedule, held)
+        return self._laid[key]
+
+    def equal(self, on: Cluster) -> Shares:
+        return Shares(per_device(on, (1.0,) * len(on.kinds)))
+
+    def by_speed(self, on: Cluster) -> Shares:
+        return Shares(per_device(on, tuple(kind.flops(self.dtype) for kind in on.kinds)))
+
+    def by_memory(self, on: Cluster) -> Shares:
+        return Shares(per_device(on, tuple(float(kind.memory_bytes) for kind in on.kinds)))
+
+    # Making
+
+    def classics(self, on: Cluster) -> Iterator[Candidate]:
+        """The strategies everyone knows."""
+        prices = SharePrices(self.costs(on), Scale(on, self.equal(on)))
+        program = data_parallel(self.book, prices)
+        yield self.judge("dp-ev", on, program, self.equal(on), False)
+        yield self.judge("dp-cp", on, program, self.by_speed(on), False)
+        cut = stored_cut(program)
+        yield self.judge("fsdp", on, cut, self.equal(on), True)
+        dims = batch_dims(program)
+        found = self.search(on, self.by_speed(on), allowed=lambda node, rule: leaves_batch_whole(dims, node, rule))
+        yield self.judge("tensor", on, found.program, self.by_speed(on), False)
+        whole = one_device(self.graph)
+        singles = [self.judge("single", part, whole, Shares((1.0,)), False) for part in _single_devices(on)]
+        yield min(singles, key=lambda single: (not single.fits, single.step_s))
+        if on.devices > 1:
+            # Not what anyone has, but what the classics could be with the right shares.
+            for name, classic, regather in (("dp", program, False), ("zero", cut, False), ("zero", cut, True)):
+                self.balanced(f"{name} balanced", on, classic, self.by_speed(on), regather)
+
+    def search(
+        self,
+        on: Cluster,
+        shares: Shares,
+        *,
+        hidden: float = 0.0,
+        byte_s: tuple[float, ...] = (),
+        regather: bool = False,
+        allowed: Callable[[Node, Rule], bool] | None = None,
+    ) -> Found:
+        prices = SharePrices(self.costs(on), Scale(on, shares), hidden=hidden, byte_s=byte_s, regather=regather)
+        found = search(
+            self.book,
+            prices,
+            stores=self.limits.stores,
+            allowed=self.limits.allowed if allowed is None else allowed,
+            time_limit_s=self.limits.left_s,
+            progress=self.progress,
+        )
+        self.searched.append(found)
+        return found
+
+    def balanced(
+        self, name: str, on: Cluster, program: Program, reference: Shares, regather: bool, found: Found | None = None
+    ) -> Candidate | None:
+        """The program with the best shares for it; None if none fit in memory."""
+        network, laid = self.costs(on).network, self.laid_out(on, program, regather)
+        try:
+            shares = balance(
+                laid.schedule,
+                laid.held,
+                on,
+                network,
+                reference=reference,
+                memory_limits=memory_limits(on),
+                judge=lambda shares: run(laid.schedule, network, Scale(on, shares)).step_s,
+            ).shares
+        except DoesNotFitError:
+            return None
+        return self.judge(name, on, program, shares, regather, found)
+
+    def fitting(self, name: str, on: Cluster, shares: Shares, hidden: float) -> Candidate | None:
+        """One search and one balance. Where memory is short, at the lowest price for holding bytes at which all fits.
+
+        That price, once found, is where the next search begins.
+        """
+        made, short = self._found(name, on, shares, hidden, self.memory_price, self.regather)
+        if made.fits and (self.memory_price or not short):
+            return made
+        best = made if made.fits else None
+        for regather in (False, True):
+            # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
+            least, _ = self._found(name, on, shares, hidden, _DEAREST, regather)
+            if least.fits:
+                found = self._cheapest_that_fits(least, shares, hidden)
+                return found if best is None or found.beats(best) else best
+        return best
+
+    def _cheapest_that_fits(self, least: Candidate, shares: Shares, hidden: float) -> Candidate:
+        """Between a price of memory at which all fits and none: halved, in powers, a few times."""
+        best, low, high = least, math.log(_CHEAPEST), math.log(_DEAREST)
+        for _ in range(_HALVINGS):
+            if not self.limits.left_s:
+                break
+            middle = (low + high) / 2
+            made, short = self._found(least.name, least.on, shares, hidden, math.exp(middle), least.regather)
+            if made.beats(best):
+                best, self.memory_price, self.regather = made, math.exp(middle), least.regather
+            if short:
+                low = middle
+            else:
+                high = middle
+        return best
+
+    def _found(
+        self, name: str, on: Cluster, shares: Shares, hidden: float, memory_price: float, regather: bool
+    ) -> tuple[Candidate, bool]:
+        """One search at a price of memory and the best shares for what it finds; and whether memory is short of that.
+
+        Short it is also where shares can be found that fit: they are then not the fastest.
+        """
+        ideal_s = self.ideal_s(on)
+        byte_s = tuple(memory_price * ideal_s / limit for limit in memory_limits(on)) if memory_price else ()
+        found = self.search(on, shares, hidden=hidden, byte_s=byte_s, regather=regather)
+        as_is = self.judge(name, on, found.program, shares, regather, found)
+        made = self.balanced(name, on, found.program, shares, regather, found)
+        both = [as_is, made] if made else [as_is]
+        return min(both, key=lambda candidate: (not candidate.fits, candidate.step_s)), not as_is.fits
+
+    def improve(self, on: Cluster) -> None:
+        """Search and balance in turn, from several seeds."""
+        seen: list[Program] = []
+        for seed, shares in self._seeds(on):
+            hidden, last = 0.0, math.inf
+            said = []
+            for _ in range(_ROUNDS):
+                if not self.limits.left_s:
+                    said.append("out of time")
+                    break
+                made = self.fitting(f"{on.name} from {seed}", on, shares, hidden)
+                if made is None:
+                    said.append("does not fit")
+                    break
+                said.append(f"{made.step_s * 1e3:.4g} ms")
+                if made.program in seen:
+                    said.append("a program seen before")
+                    break
+                seen.append(made.program)
+                if made.step_s >= last * _BETTER:
+                    said.append("no better")
+                    break
+                last, shares = made.step_s, made.shares
+                timeline = made.timeline
+                hidden = timeline.hidden_s / timeline.hiding_s if timeline.hiding_s else 0.0
+            self.log.append(f"{_said(on)} from {seed}: {', '.join(said)}")
+
+    def _seeds(self, on: Cluster) -> Iterator[tuple[str, Shares]]:
+        seeds = [("shares by speed", self.by_speed(on))]
+        if len(on.kinds) > 1:
+            seeds += [("equal shares", self.equal(on)), ("shares by memory", self.by_memory(on))]
+        seen: list[tuple[float, ...]] = []
+        for name, shares in seeds:
+            if not any(max(abs(a - b) for a, b in zip(shares, s, strict=True)) < 1e-9 for s in seen):
+                seen.append(shares.work)
+                yield name, shares
+
+    def segmented(self, candidate: Candidate) -> Candidate | None:
+        """The same program with shares of its own for each part of the model."""
+        costs = self.costs(candidate.on)
+
+        def weight(step: Step) -> float:
+            cost = costs.op(step.node, step.rule)
+            return sum(affine.slope for affine in (*cost.forward, *cost.backward))
+
+        program = found_segments(candidate.program, weight)
+        if program == candidate.program:
+            return None
+        return self.balanced(
+            candidate.name, candidate.on, program, candidate.shares, candidate.regather, candidate.found
+        )
+
+    def ideal_s(self, on: Cluster) -> float:
+        """What a step takes at least: all work divided at will over all devices, and nothing sent."""
+        key = on.fingerprint
+        if key not in self._ideal:
+            self._ideal[key] = self._ideal_s(on)
+        return self._ideal[key]
+
+    def _ideal_s(self, on: Cluster) -> float:
+        costs, total = self.costs(on), 0.0
+        for node in self.graph.nodes:
+            whole = costs.op(node, Rule((I,) * len(node.operands), (I,) * len(node.results)))
+            launches = costs.work(node).kernels
+            per_s = 0.0
+            for kind, there, back in zip(on.kinds, whole.forward, whole.backward, strict=True):
+                seconds = there.at(1.0) + back.at(1.0) - sum(launches) * kind.launch_s
+                per_s += kind.devices / seconds if seconds > 1e-12 else math.inf
+            total += 1 / per_s
+        return total
+
+
+def _said(on: Cluster) -> str:
+    return " + ".join(f"{kind.devices} {kind.name}" for kind in on.kinds)
+
+
+def _single_devices(cluster: Cluster) -> Iterator[Cluster]:
+    """One device of each kind, by itself."""
+    for kind in cluster.kinds:
+        node = kind.node if kind.nodes == 1 else f"{kind.node}-1"
+        alone = replace(kind, node=node, nodes=1, count=1)
+        yield Cluster(cluster.name, cluster.about, (alone,), cluster.within, cluster.between)
+
+
+def parts(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, and what may be faster than all of it: the fastest kinds alone, and single nodes."""
+    seen = set()
+
+    def new(part: Cluster) -> bool:
+        known = part.fingerprint in seen
+        seen.add(part.fingerprint)
+        return not known
+
+    if new(cluster):
+        yield cluster
+    order = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].speed, k))
+    for count in range(len(order) - 1, 0, -1):
+        if new(part := cluster.only(order[:count])):
+            yield part
+    if cluster.nodes > 1:
+        for alike in cluster.alike_nodes():
+            if new(part := _only_node(cluster, alike[0])) and part.devices > 1:
+                yield part
+
+
+def _only_node(cluster: Cluster, name: str) -> Cluster:
+    kinds = []
+    for kind in cluster.kinds:
+        names = [kind.node] if kind.nodes == 1 else [f"{kind.node}-{k}" for k in range(1, kind.nodes + 1)]
+        if name in names:
+            kinds.append(replace(kind, node=name, nodes=1))
+    return Cluster(cluster.name, cluster.about, tuple(kinds), cluster.within, cluster.between)

@@ -1,0 +1,532 @@
+"""What a model is trained on: kinds of devices, the nodes they sit in, the links between them.
+
+In: a TOML text (a preset's name, a file) or plain values. Out: `Cluster`, which prints as TOML and loads back equal.
+
+The one idea: devices that are alike are one *kind*, written once, so a cluster of a thousand devices is as small as one
+of eight. A kind is found `count` times in each of `nodes` nodes; kinds with the same node name share those nodes.
+
+    name = "two-boxes"
+    [[devices]]
+    name = "a100"                                  # devices are called big-1/a100-1, big-1/a100-2, ...
+    node = "big"
+    nodes = 2                                      # big-1 and big-2; one node keeps its plain name
+    count = 8                                      # in each node
+    flops_per_s = { f32 = 19.5e12, bf16 = 312e12 } # or a number, which means f32
+    efficiency = 0.5                               # of these peaks is reached; multiplied in when loaded
+    bytes_per_s = 1555e9                           # of the device's memory
+    memory = "40 GiB"                              # or a number of bytes
+    launch_s = 8e-6                                # the least an op takes
+    [links.within]                                 # a device's link to the others of its node
+    latency_s = 1e-5
+    bytes_per_s = 2e11
+    [links.between]                                # a node's link to the other nodes, shared by its devices
+    latency_s = 3e-5
+    bytes_per_s = 12.5e9
+    [collectives.all_gather]                       # where measured: seconds = latency + bytes of the whole / (bytes/s)
+    padded = { latency_s = 2e-4, bytes_per_s = 8.2e8 }
+
+Files may come from strangers: every key, type and range is checked, here and in the types themselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+from lopsided.devices import (
+    MOST_DEVICES,
+    SPEED_DTYPES,
+    Points,
+    check_between,
+    check_name,
+    check_words,
+    kind_lines,
+    link_items,
+    quoted,
+    shown,
+)
+from lopsided.devices import Kind as Kind
+from lopsided.devices import Link as Link
+from lopsided.devices import Measured as Measured
+from lopsided.errors import ClusterError
+
+MOST_BYTES_OF_A_FILE = 16 * 2**20
+PRESETS = Path(__file__).parent / "clusters"
+# What can be measured of each collective. Others are put together from these (see collectives.py).
+MEASURABLE: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("ring",),
+    "all_gather": ("padded", "grouped", "all_to_all"),
+    "reduce_scatter": ("padded", "grouped", "all_to_all"),
+    "all_to_all": ("direct",),
+}
+_UNITS = (
+    {"B": 1}
+    | {f"{p}B": 1000**k for k, p in enumerate("kMGT", 1)}
+    | {f"{p}iB": 1024**k for k, p in enumerate("KMGT", 1)}
+)
+
+
+def _close(word: str, words: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word[:100], list(words), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(found)}? " if found else ""
+
+
+def _node_names(node: str, nodes: int) -> list[str]:
+    return [node] if nodes == 1 else [f"{node}-{k}" for k in range(1, nodes + 1)]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Kinds of devices and the links between them. Devices are numbered kind by kind, in a kind node by node.
+
+    `collectives` holds what was measured: (collective, implementation, latency and bytes/s of the whole tensor).
+    """
+
+    name: str
+    about: str
+    kinds: tuple[Kind, ...]
+    within: Link
+    between: Link
+    collectives: tuple[tuple[str, str, Link], ...] = ()
+
+    def __post_init__(self) -> None:
+        where = f"cluster {shown(self.name)}"
+        check_name(self.name, "cluster", where)
+        check_words(self.about, "about", where)
+        if not self.kinds:
+            raise ClusterError("the cluster has no devices", where=where, do="add a [[devices]] table")
+        if self.devices > MOST_DEVICES:
+            raise ClusterError(
+                f"{self.devices:,} devices are too many", where=where, do=f"plan for at most {MOST_DEVICES:,}"
+            )
+        for node, group in self._by_node.items():
+            if len({kind.nodes for kind in group}) > 1:
+                raise ClusterError(
+                    f"kinds that share node {shown(node)} disagree on how many there are",
+                    where=where,
+                    do="give them the same nodes = ..., or different node names",
+                )
+        twice = [name for name, times in Counter(self.node_names).items() if times > 1]
+        if twice:
+            raise ClusterError(
+                f"two nodes are called {shown(twice[0])}",
+                where=where,
+                do="rename one of them (several nodes of one name are numbered: box-1, box-2, ...)",
+            )
+        for collective, implementation, _ in self.collectives:
+            if implementation not in MEASURABLE.get(collective, ()):
+                raise ClusterError(
+                    f"{shown(collective)} by {shown(implementation)} cannot be measured",
+                    where=where,
+                    do="choose from " + ", ".join(f"{c} ({', '.join(ways)})" for c, ways in MEASURABLE.items()),
+                )
+        if len({entry[:2] for entry in self.collectives}) < len(self.collectives):
+            raise ClusterError("a collective was measured twice", where=where, do="keep one of its entries")
+        # One order, so that equal clusters are equal however they were written.
+        object.__setattr__(self, "collectives", tuple(sorted(self.collectives, key=lambda entry: entry[:2])))
+
+    # Devices and nodes
+
+    @property
+    def devices(self) -> int:
+        return sum(kind.devices for kind in self.kinds)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Start and stop of each kind's device indices."""
+        stops = accumulate(kind.devices for kind in self.kinds)
+        return tuple((stop - kind.devices, stop) for kind, stop in zip(self.kinds, stops, strict=True))
+
+    @cached_property
+    def _by_node(self) -> dict[str, tuple[Kind, ...]]:
+        groups: dict[str, list[Kind]] = {}
+        for kind in self.kinds:
+            groups.setdefault(kind.node, []).append(kind)
+        return {node: tuple(group) for node, group in groups.items()}
+
+    @property
+    def nodes(self) -> int:
+        return sum(group[0].nodes for group in self._by_node.values())
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """How many devices a node has: every size there is, once."""
+        return tuple(sorted({sum(kind.count for kind in group) for group in self._by_node.values()}))
+
+    @cached_property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(name for node, group in self._by_node.items() for name in _node_names(node, group[0].nodes))
+
+    @cached_property
+    def device_names(self) -> tuple[str, ...]:
+        """`node/kind-number`; the number counts devices of that name in their node."""
+        names: list[str] = []
+        before: Counter[tuple[str, str]] = Counter()
+        for kind in self.kinds:
+            first = before[kind.node, kind.name] + 1
+            before[kind.node, kind.name] += kind.count
+            for node in _node_names(kind.node, kind.nodes):
+                names += [f"{node}/{kind.name}-{k}" for k in range(first, first + kind.count)]
+        return tuple(names)
+
+    def _likeness_of_node(self, node: str) -> str:
+        holds: Counter[str] = Counter()
+        for kind in self._by_node[node]:
+            holds[kind.likeness] += kind.count
+        return json.dumps(sorted(holds.items()))
+
+    def alike_devices(self) -> tuple[tuple[str, ...], ...]:
+        """The names of devices that can stand in for each other: alike, in nodes that are alike."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for kind, (start, stop) in zip(self.kinds, self.spans, strict=True):
+            key = (kind.likeness, self._likeness_of_node(kind.node))
+            groups.setdefault(key, []).extend(self.device_names[start:stop])
+        return tuple(tuple(group) for group in groups.values())
+
+    def alike_nodes(self) -> tuple[tuple[str, ...], ...]:
+        """The names of nodes that can stand in for each other."""
+        groups: dict[str, list[str]] = {}
+        for node, kinds in self._by_node.items():
+            groups.setdefault(self._likeness_of_node(node), []).extend(_node_names(node, kinds[0].nodes))
+        return tuple(tuple(group) for group in groups.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of all that a plan depends on: not of names, not of what is said about the devices."""
+        number = {node: k for k, node in enumerate(self._by_node)}
+        kinds = [[number[kind.node], kind.nodes, kind.count, kind.likeness] for kind in self.kinds]
+        links = [[float(x.latency_s), float(x.bytes_per_s)] for x in (self.within, self.between)]
+        measured = [[c, i, float(x.latency_s), float(x.bytes_per_s)] for c, i, x in self.collectives]
+        return hashlib.sha256(json.dumps([kinds, links, measured]).encode()).hexdigest()[:16]
+
+    # Smaller clusters
+
+    def without_device(self, name: str) -> Cluster:
+        """The cluster without one device.
+
+        Its node is then unlike the others of its name and becomes an entry of its own, the last by number (of just
+        two, both keep their names); the devices left in it are counted anew. Alike as they were, nobody can tell.
+        """
+        if name not in self.device_names:
+            raise _no_such("device", name, self)
+        index = self.device_names.index(name)
+        gone, (start, _) = next((k, span) for k, span in enumerate(self.spans) if span[0] <= index < span[1])
+        node, number = self.kinds[gone].node, (index - start) // self.kinds[gone].count
+        odd, rest = _parted(node, self.kinds[gone].nodes, number)
+        kinds = []
+        for k, kind in enumerate(self.kinds):
+            if kind.node != node:
+                kinds.append(kind)
+                continue
+            if rest is not None:
+                kinds.append(replace(kind, node=rest, nodes=kind.nodes - 1))
+            if count := kind.count - (k == gone):
+                kinds.append(replace(kind, node=odd, nodes=1, count=count))
+        return self._smaller(kinds, name)
+
+    def without_node(self, name: str) -> Cluster:
+        """The cluster without one node and all devices in it."""
+        if name not in self.node_names:
+            raise _no_such("node", name, self)
+        kinds = []
+        for kind in self.kinds:
+            names = _node_names(kind.node, kind.nodes)
+            if name not in names:
+                kinds.append(kind)
+                continue
+            _, rest = _parted(kind.node, kind.nodes, names.index(name))
+            if rest is not None:
+                kinds.append(replace(kind, node=rest, nodes=kind.nodes - 1))
+        return self._smaller(kinds, name)
+
+    def only(self, kinds: Iterable[int]) -> Cluster:
+        """The cluster of these kinds, by their number, in their order here."""
+        wanted = {*kinds}
+        unknown = sorted(wanted - {*range(len(self.kinds))})
+        if unknown:
+            raise ClusterError(
+                f"there is no kind {unknown[0]}",
+                where=f"cluster {shown(self.name)}",
+                do=f"choose from 0 to {len(self.kinds) - 1}",
+            )
+        return self._smaller([kind for k, kind in enumerate(self.kinds) if k in wanted], "all of its kinds")
+
+    def _smaller(self, kinds: Sequence[Kind], gone: str) -> Cluster:
+        if not kinds:
+            raise ClusterError(
+                f"without {gone} no device is left", where=f"cluster {shown(self.name)}", do="keep at least one device"
+            )
+        left = Cluster(self.name, self.about, tuple(kinds), self.within, self.between)
+        # What was measured between nodes says nothing about the inside of one.
+        return left if left.nodes == 1 < self.nodes else replace(left, collectives=self.collectives)
+
+    # Text
+
+    def text(self) -> str:
+        """TOML that loads back to an equal cluster."""
+        lines = [f"name = {quoted(self.name)}"]
+        if self.about:
+            lines.append(f"about = {quoted(self.about)}")
+        for kind in self.kinds:
+            lines += ["", *kind_lines(kind)]
+        for name, link in (("within", self.within), ("between", self.between)):
+            lines += ["", f"[links.{name}]", *link_items(link)]
+        last = ""
+        for collective, implementation, link in self.collectives:
+            if collective != last:
+                lines += ["", f"[collectives.{collective}]"]
+                last = collective
+            lines.append(f"{implementation} = {{ {', '.join(link_items(link))} }}")
+        return "\n".join(lines) + "\n"
+
+
+def _parted(node: str, nodes: int, number: int) -> tuple[str, str | None]:
+    """New names when one of several nodes is set apart: of that node, and of the others (None: there are none)."""
+    names = _node_names(node, nodes)
+    if nodes <= 2:
+        return names[number], names[1 - number] if nodes == 2 else None
+    return names[-1], node
+
+
+def _no_such(what: str, name: str, cluster: Cluster) -> ClusterError:
+    names = cluster.device_names if what == "device" else cluster.node_names
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return ClusterError(
+        f"there is no {what} {shown(name)}",
+        where=f"cluster {shown(cluster.name)}",
+        do=f"{_close(name, names[:2000])}it has {listed}",
+    )
+
+
+# Parsing
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A TOML table and where it is. Knows types and keys; ranges are the types' own business."""
+
+    items: Mapping[str, object]
+    where: str
+
+    def refuse(self, what: str, do: str) -> ClusterError:
+        return ClusterError(what, where=self.where, do=do)
+
+    def allow(self, *keys: str) -> None:
+        for key in self.items:
+            if key not in keys:
+                raise self.refuse(f"{shown(key)} is not known here", f"{_close(key, keys)}use {', '.join(keys)}")
+
+    def need(self, key: str, example: str) -> object:
+        if key not in self.items:
+            raise self.refuse(f"{key} is missing", f"add {key} = {example}")
+        return self.items[key]
+
+    def wrong(self, key: str, value: object, example: str) -> ClusterError:
+        return self.refuse(f"{key} is {shown(value)}", f"write it like {key} = {example}")
+
+    def text(self, key: str, example: str, default: str | None = None) -> str:
+        value = self.items.get(key, default) if default is not None else self.need(key, example)
+        if not isinstance(value, str):
+            raise self.wrong(key, value, example)
+        return value
+
+    def number(self, key: str, example: str, default: float | None = None) -> float:
+        value = self.items.get(key, default) if default is not None else self.need(key, example)
+        return self.as_number(key, value, example)
+
+    def as_number(self, key: str, value: object, example: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, value, example)
+        try:
+            return float(value)
+        except OverflowError:
+            raise self.wrong(key, value, example) from None
+
+    def whole(self, key: str, default: int) -> int:
+        value = self.items.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(key, value, str(default))
+        return value
+
+    def table(self, key: str, example: str) -> _Table:
+        value = self.need(key, example)
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, example)
+        return _Table(value, f"{self.where}, {key}")
+
+    def tables(self, key: str, example: str) -> list[_Table]:
+        value = self.items.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise self.refuse(f"{key} is {shown(value)}", f"write {example}")
+        return [_Table(item, f"{self.where}, {key} {k}") for k, item in enumerate(value, 1)]
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """What the types refuse, with the place in the file."""
+        try:
+            yield
+        except ClusterError as error:
+            raise ClusterError(error.what, where=self.where, do=error.do) from None
+
+
+def _read_memory(table: _Table) -> int:
+    value = table.need("memory", '"16 GiB"')
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?([kKMGT]?i?B)", value, re.ASCII)
+        if not match or match[2] not in _UNITS:
+            raise table.refuse(f"memory is {shown(value)}", f'write it like "16 GiB"; units are {", ".join(_UNITS)}')
+        whole, _, decimals = match[1].partition(".")
+        return int(int(whole + decimals) * _UNITS[match[2]] // 10 ** len(decimals))
+    number = table.as_number("memory", value, '"16 GiB"')
+    if not number.is_integer():
+        raise table.wrong("memory", value, '"16 GiB"')
+    # Not by way of the float: it has 53 bits only.
+    return int(value) if isinstance(value, int) else int(number)
+
+
+def _read_speeds(table: _Table) -> tuple[tuple[str, float], ...]:
+    example = "{ f32 = 15.7e12 }"
+    value = table.need("flops_per_s", example)
+    efficiency = table.number("efficiency", "0.5", 1.0)
+    check_between(efficiency, 1e-6, 1, "efficiency", table.where)
+    if not isinstance(value, dict):
+        return (("f32", table.as_number("flops_per_s", value, example) * efficiency),)
+    speeds = table.table("flops_per_s", example)
+    speeds.allow(*SPEED_DTYPES)
+    return tuple((dtype, speeds.number(dtype, "15.7e12") * efficiency) for dtype in speeds.items)
+
+
+def _read_points(table: _Table, key: str) -> Points:
+    example = "[[1.0, 3.1e-3], [0.5, 1.6e-3]]"
+    value = table.items.get(key, [])
+    if not isinstance(value, list):
+        raise table.wrong(key, value, example)
+    points = []
+    for point in value:
+        if not isinstance(point, list) or len(point) != 2:
+            raise table.wrong(key, point, example)
+        points.append((table.as_number(key, point[0], example), table.as_number(key, point[1], example)))
+    return tuple(points)
+
+
+def _read_measured(table: _Table) -> Measured:
+    table.allow("call", "forward", "backward")
+    call = table.text("call", '"aten.linear.default(f32[32, 768], f32[768, 768])"')
+    forward, backward = _read_points(table, "forward"), _read_points(table, "backward")
+    with table.located():
+        return Measured(call, forward, backward)
+
+
+def _read_kind(table: _Table) -> Kind:
+    table.allow(
+        *("name", "node", "nodes", "count", "flops_per_s", "efficiency", "bytes_per_s", "memory", "launch_s", "source"),
+        "measured",
+    )
+    name = table.text("name", '"v100"')
+    table = replace(table, where=f"{table.where} ({shown(name)})")
+    node, source = table.text("node", '"box"'), table.text("source", '"the datasheet"', "")
+    nodes, count = table.whole("nodes", 1), table.whole("count", 1)
+    speeds, memory = _read_speeds(table), _read_memory(table)
+    bytes_per_s, launch_s = table.number("bytes_per_s", "900e9"), table.number("launch_s", "8e-6", 8e-6)
+    measured = tuple(_read_measured(entry) for entry in table.tables("measured", "[[devices.measured]] tables"))
+    with table.located():
+        return Kind(name, node, nodes, count, speeds, bytes_per_s, memory, launch_s, source, measured)
+
+
+def _read_link(table: _Table) -> Link:
+    table.allow("latency_s", "bytes_per_s")
+    latency_s, bytes_per_s = table.number("latency_s", "1e-5"), table.number("bytes_per_s", "12.5e9")
+    with table.located():
+        return Link(latency_s, bytes_per_s)
+
+
+def _read_links(root: _Table, kinds: Sequence[Kind]) -> tuple[Link, Link]:
+    """The links within and between nodes. A cluster that does not use one of them need not give it."""
+    example = "{ latency_s = 1e-5, bytes_per_s = 12.5e9 }"
+    one_device = len(kinds) == kinds[0].devices == 1
+    if one_device and "links" not in root.items:
+        return Link(0.0, 1e18), Link(0.0, 1e18)
+    table = root.table("links", f"{{ within = {example}, between = {example} }}")
+    table.allow("within", "between")
+    given = {key: _read_link(table.table(key, example)) for key in table.items}
+    one_node = len({kind.node for kind in kinds}) == 1 and kinds[0].nodes == 1
+    lone = len({kind.node for kind in kinds}) == len(kinds) and all(kind.count == 1 for kind in kinds)
+    if "within" not in given and not lone:
+        table.need("within", example)
+    if "between" not in given and not one_node:
+        table.need("between", example)
+    if not given:
+        table.need("within", example)
+    first = next(iter(given.values()))
+    return given.get("within", first), given.get("between", first)
+
+
+def _read_collectives(root: _Table) -> tuple[tuple[str, str, Link], ...]:
+    if "collectives" not in root.items:
+        return ()
+    example = "{ latency_s = 2e-4, bytes_per_s = 8e8 }"
+    table = root.table("collectives", f"{{ all_gather = {{ padded = {example} }} }}")
+    table.allow(*MEASURABLE)
+    entries = []
+    for collective in table.items:
+        ways = table.table(collective, f"{{ {MEASURABLE[collective][0]} = {example} }}")
+        ways.allow(*MEASURABLE[collective])
+        entries += [(collective, way, _read_link(ways.table(way, example))) for way in ways.items]
+    return tuple(entries)
+
+
+def parse_cluster(text: str, where: str = "cluster") -> Cluster:
+    """The cluster that a TOML text describes; `where` is what refusals call the text."""
+    try:
+        root = _Table(tomllib.loads(text), where)
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(
+            f"this is not TOML: {str(error)[:200] or type(error).__name__}",
+            where=where,
+            do="write it like the text at the top of lopsided/cluster.py, or start from a copy of a preset",
+        ) from None
+    root.allow("name", "about", "devices", "links", "collectives")
+    name, about = root.text("name", '"my-cluster"'), root.text("about", '"..."', "")
+    kinds = tuple(_read_kind(table) for table in root.tables("devices", "[[devices]] tables"))
+    if not kinds:
+        raise root.refuse("the cluster has no devices", "add a [[devices]] table")
+    within, between = _read_links(root, kinds)
+    collectives = _read_collectives(root)
+    with root.located():
+        return Cluster(name, about, kinds, within, between, collectives)
+
+
+def preset_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.toml")))
+
+
+def load_cluster(spec: str | Path) -> Cluster:
+    """The cluster of a preset's name or of a TOML file."""
+    path = PRESETS / f"{spec}.toml" if isinstance(spec, str) and spec in preset_names() else Path(spec)
+    try:
+        # Only plain files: a pipe would wait for ever, a device never end.
+        if not path.is_file():
+            raise ClusterError(
+                f"there is no cluster {shown(str(spec))}: not a preset, not a file",
+                do=f"{_close(str(spec), preset_names())}presets are {', '.join(preset_names())}; a file ends in .toml",
+            )
+        if path.stat().st_size > MOST_BYTES_OF_A_FILE:
+            raise ClusterError(
+                f"the file is larger than {MOST_BYTES_OF_A_FILE:,} bytes", where=str(path), do="give a cluster.toml"
+            )
+        text = path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"the file cannot be read: {error}", where=shown(str(spec)), do="give a readable TOML file in UTF-8"
+        ) from None
+    return parse_cluster(text, str(spec))

@@ -1,0 +1,338 @@
+"""What a device has to hold: parameters, gradients, optimizer state, saved activations, gathered copies.
+
+In: a `Program` and an `Optimizer`. Out: `Holding`s, bytes that are either whole on every device or cut like an index;
+`bytes_per_kind` adds them up for given shares.
+
+    stored parameter            bytes · (1 + 1 if trained + state of the optimizer)        `stored`
+    saved for backward          what `Node.saved` names, in the placement of the copy that
+                                the step uses; what the op makes for itself scales as the
+                                rule cuts                                                  `_saved`
+    gathered copies             of parameters: all of them until the backward pass, or,
+                                regathered, the largest two at once                        `_gathered`
+    working                     of the largest step: operands and results that are not
+                                held anyway, and their gradients                           `_working`
+
+Memory is counted once. A view is its operand's memory seen differently, and `I` and `R` are the same copy; so each
+(value, placement) of a program is followed to the copy whose memory it is (`_Copies`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lopsided.cluster import Kind
+from lopsided.cost import Cut, Optimizer, Scale, collective_of, cut_of, rule_cut
+from lopsided.errors import DoesNotFitError
+from lopsided.graph import DTYPES, Graph, Leaf, Node, Saved, signature
+from lopsided.notation import Rule
+from lopsided.ops.op import Call
+from lopsided.placement import I, Placement
+from lopsided.program import Program, Step
+from lopsided.schedule import GATHERS_AT_ONCE
+from lopsided.work import work_of
+
+USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "gathered", "working")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes of the whole tensor that a device holds: all of them, or the piece that `cut` gives it."""
+
+    what: str
+    use: str  # one of USES
+    bytes: int
+    cut: Cut | None
+
+
+def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer) -> tuple[Holding, ...]:
+    """A leaf from step to step: a parameter with its gradient and state, a buffer, or what is loaded of an input."""
+    size, cut, name = leaf.value.bytes, cut_of(placement, leaf.value.shape), leaf.value.name
+    if leaf.kind != "parameter":
+        return (Holding(name, "saved" if leaf.kind == "input" else "buffer", size, cut),)
+    held = [Holding(name, "parameter", size, cut)]
+    if leaf.value.grad:
+        held.append(Holding(name, "gradient", size, cut))
+        if optimizer.state:
+            held.append(Holding(name, "optimizer", optimizer.state * size, cut))
+    return tuple(held)
+
+
+def saved_by(graph: Graph, node: Node, rule: Rule) -> tuple[Holding, ...]:
+    """What one node keeps for its backward pass under a rule, seen by itself.
+
+    Named by the value whose memory it is. Several nodes may name the same (what, cut): it is held once. Parameters and
+    what is fixed are held anyway, and not named.
+    """
+    roots = _roots(graph)
+    results = [value.name for value in node.results]
+    copies = [*zip(node.operands, rule.needs, strict=True), *zip(results, rule.gives, strict=True)]
+    anyway = {leaf.value.name for leaf in graph.parameters} | graph.fixed
+    kept = _kept(node)
+    found: dict[tuple[str, Cut | None], Holding] = {}
+    for name, placement in copies:
+        if name in kept.values and roots[name] not in anyway:
+            value = graph.values[name]
+            cut = cut_of(placement, value.shape)
+            found.setdefault((roots[name], cut), Holding(roots[name], "saved", value.bytes, cut))
+    return (*found.values(), *_extra(graph, node, rule))
+
+
+def holdings(
+    program: Program, optimizer: Optimizer, *, regather: bool = False, devices: int = 1
+) -> tuple[Holding, ...]:
+    """Everything a device holds when it holds most.
+
+    Which step works with most memory depends on how large pieces are: it is picked for `devices` equal shares.
+    """
+    copies = _Copies(program)
+    placed = dict(program.leaves)
+    found: list[Holding] = []
+    for leaf in program.graph.leaves:
+        found += stored(leaf, placed[leaf.value.name], optimizer)
+    found += _gathered(program, regather)
+    found += _saved(program, copies)
+    found += _working(program, copies, placed, 1 / devices)
+    return tuple(found)
+
+
+def bytes_per_kind(held: Sequence[Holding], scale: Scale) -> tuple[int, ...]:
+    """Bytes on the fullest device of each kind."""
+    totals: dict[Cut | None, int] = {}
+    for holding in held:
+        totals[holding.cut] = totals.get(holding.cut, 0) + holding.bytes
+    parts = [(size, scale.fractions(cut)) for cut, size in totals.items()]
+    return tuple(round(sum(size * fractions[k] for size, fractions in parts)) for k in range(len(scale.cluster.kinds)))
+
+
+# Whose memory it is
+
+_Copy = tuple[str, Placement]
+
+
+def _whole_alike(copy: _Copy) -> _Copy:
+    return (copy[0], I) if copy[1].is_whole else copy
+
+
+class _Copies:
+    """Follows every (value, placement) of a program to the copy whose memory it is."""
+
+    def __init__(self, program: Program) -> None:
+        self.values = program.graph.values
+        self.memory: dict[_Copy, _Copy] = {}
+        # Copies of parameters are counted where they are gathered.
+        parameters = {leaf.value.name for leaf in program.graph.parameters}
+        of_parameters = [(value.name, to) for value, _, to in program.conversions() if value.name in parameters]
+        self.held: set[_Copy] = {_whole_alike(copy) for copy in (*program.leaves, *of_parameters)}
+        views = _views(program.graph)
+        for step in program.steps:
+            if step.node.name in views:
+                whose = self.of(step.node.operands[0], step.rule.needs[0])
+                for value, give in zip(step.node.results, step.rule.gives, strict=True):
+                    self.memory[_whole_alike((value.name, give))] = whose
+
+    def of(self, name: str, placement: Placement) -> _Copy:
+        copy = _whole_alike((name, placement))
+        return self.memory.get(copy, copy)
+
+    def hold(self, copy: _Copy) -> bool:
+        """Whether this is news."""
+        if copy in self.held:
+            return False
+        self.held.add(copy)
+        return True
+
+    def holding(self, copy: _Copy, use: str) -> Holding:
+        value = self.values[copy[0]]
+        return Holding(value.name, use, value.bytes, cut_of(copy[1], value.shape))
+
+
+_SEEN: dict[int, tuple[weakref.ref[Graph], frozenset[str]]] = {}
+
+
+def _views(graph: Graph) -> frozenset[str]:
+    """The nodes whose results are their first operand's memory, remembered for each graph."""
+    seen = _SEEN.get(id(graph))
+    if seen is not None and seen[0]() is graph:
+        return seen[1]
+    known: dict[object, bool] = {}
+    found = set()
+    for node in graph.nodes:
+        key = signature(node, graph.values)
+        if key not in known:
+            call = Call(node, tuple(graph.values[name] for name in node.operands))
+            # Only a view launches nothing.
+            known[key] = bool(node.operands) and work_of(call).kernels[0] == 0
+        if known[key]:
+            found.add(node.name)
+    for number in [number for number, (graph_of, _) in _SEEN.items() if graph_of() is None]:
+        del _SEEN[number]
+    _SEEN[id(graph)] = (weakref.ref(graph), frozenset(found))
+    return _SEEN[id(graph)][1]
+
+
+def _roots(graph: Graph) -> Mapping[str, str]:
+    """For each value, the value whose memory it is on one device."""
+    views = _views(graph)
+    roots = {leaf.value.name: leaf.value.name for leaf in graph.leaves}
+    for node in graph.nodes:
+        for value in node.results:
+            roots[value.name] = roots[node.operands[0]] if node.name in views else value.name
+    return roots
+
+
+# What is held
+
+
+def _kept(node: Node) -> Saved:
+    """What a node keeps on the devices it is planned for.
+
+    Capture saw kernels of the CPU, and there attention with dropout keeps its scores. Flash and memory-efficient
+    attention keep operands, result, and a number a row.
+    """
+    if not node.saved.values or not node.op.startswith("aten.scaled_dot_product_attention."):
+        return node.saved
+    out = node.results[0]
+    rows = out.elements // max(out.shape[-1], 1)
+    return Saved(tuple(dict.fromkeys((*node.operands, out.name))), 4 * rows)
+
+
+def _saved(program: Program, copies: _Copies) -> Iterator[Holding]:
+    for step in program.steps:
+        node, rule = step.node, step.rule
+        for name in _kept(node).values:
+            placements = [n for operand, n in zip(node.operands, rule.needs, strict=True) if operand == name]
+            placements += [g for value, g in zip(node.results, rule.gives, strict=True) if value.name == name]
+            for placement in placements:
+                copy = copies.of(name, placement)
+                if copies.hold(copy):
+                    yield copies.holding(copy, "saved")
+        yield from _extra(program.graph, node, rule)
+
+
+def _extra(graph: Graph, node: Node, rule: Rule) -> Iterator[Holding]:
+    """What an op makes for itself to keep (masks, statistics) scales with its pieces.
+
+    Under autocast it also keeps operands it has cast. Those of whole matrices stay whole.
+    """
+    extra = _kept(node).extra_bytes
+    if not extra:
+        return
+    _, _, under = node.context.autocast.partition(":")
+    whole = 0
+    if under in DTYPES:
+        for name, need in zip(node.operands, rule.needs, strict=True):
+            value = graph.values[name]
+            if not need.is_shard and len(value.shape) > 1 and value.torch_dtype.is_floating_point:
+                whole += value.elements * DTYPES[under].itemsize if value.dtype != under else 0
+    whole = min(whole, extra)
+    call = Call(node, tuple(graph.values[name] for name in node.operands))
+    cut = rule_cut(call, rule)
+    if whole and cut is not None:
+        yield Holding(f"{node.name} (its own)", "saved", whole, None)
+        extra -= whole
+    if extra:
+        yield Holding(f"{node.name} (its own)", "saved", extra, cut)
+
+
+def _gathered(program: Program, regather: bool) -> Iterator[Holding]:
+    """Copies of parameters that are no slice of what is stored."""
+    parameters = {leaf.value.name for leaf in program.graph.parameters}
+    again: list[Holding] = []
+    for value, source, to in program.conversions():
+        if value.name not in parameters or (source.is_whole and to.kind != "P"):
+            continue
+        holding = Holding(value.name, "gathered", value.bytes, cut_of(to, value.shape))
+        if regather and collective_of(source, to) == "all_gather":
+            again.append(holding)
+        else:
+            yield holding
+    yield from sorted(again, key=lambda holding: -holding.bytes)[:GATHERS_AT_ONCE]
+
+
+def _working(program: Program, copies: _Copies, placed: Mapping[str, Placement], even: float) -> tuple[Holding, ...]:
+    """Of the step that works with most."""
+    parameters = {leaf.value.name for leaf in program.graph.parameters}
+    views = _views(program.graph)
+    most = 0.0
+    found: tuple[str, dict[Cut | None, int]] = (program.graph.loss, {})
+    for step in program.steps:
+        if step.node.name in views:
+            continue
+        parts: dict[Cut | None, int] = {}
+        for size, cut in _parts_at_work(step, copies, placed, parameters):
+            parts[cut] = parts.get(cut, 0) + size
+        total = sum(size if cut is None else size * even for cut, size in parts.items())
+        if total > most:
+            most, found = total, (step.node.name, parts)
+    return tuple(Holding(found[0], "working", size, cut) for cut, size in found[1].items())
+
+
+def _parts_at_work(
+    step: Step, copies: _Copies, placed: Mapping[str, Placement], parameters: set[str]
+) -> Iterator[tuple[int, Cut | None]]:
+    values = copies.values
+    uses = list(dict.fromkeys(zip(step.node.operands, step.rule.needs, strict=True)))
+    made = [(value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True)]
+    seen: set[_Copy] = set()
+    for name, placement in (*uses, *made):
+        value = values[name]
+        copy = copies.of(name, placement)
+        if name not in parameters and copy not in copies.held and copy not in seen:
+            seen.add(copy)
+            held = copies.holding(copy, "working")
+            yield held.bytes, held.cut
+        # The gradient of a parameter that is used as it is stored is the one that is held.
+        if value.grad and not (name in parameters and _whole_alike((name, placement)) == (name, placed[name])):
+            yield value.bytes, cut_of(placement, value.shape)
+        if step.rule.how == "sfb" and placement.is_shard and value.torch_dtype.is_floating_point:
+            yield value.bytes, None
+
+
+# What does not fit
+
+
+def describe_excess(held: Sequence[Holding], scale: Scale) -> DoesNotFitError | None:
+    """What to say if a device does not have the memory: which, how much is missing, what takes it. None if all fits."""
+    needed = bytes_per_kind(held, scale)
+    kinds = scale.cluster.kinds
+    k = max(range(len(kinds)), key=lambda k: needed[k] - kinds[k].memory_bytes)
+    kind, missing = kinds[k], needed[k] - kinds[k].memory_bytes
+    if missing <= 0:
+        return None
+    start = scale.cluster.spans[k][0]
+    by_use = dict.fromkeys(USES, 0.0)
+    by_name: dict[str, float] = {}
+    for holding in held:
+        size = holding.bytes * scale.fractions(holding.cut)[k]
+        by_use[holding.use] += size
+        by_name[holding.what] = by_name.get(holding.what, 0.0) + size
+    uses = [(use, size) for use, size in by_use.items() if size >= 1]
+    biggest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:5]
+    uses_of = {name: [h.use for h in held if h.what == name] for name, _ in biggest}
+    return DoesNotFitError(
+        f"the program needs {_gib(needed[k])} on {scale.cluster.device_names[start]}{_more(kind)}, "
+        f"which has {_gib(kind.memory_bytes)}: {_gib(missing)} too much",
+        where=f"cluster {scale.cluster.name}",
+        uses=", ".join(f"{use} {_gib(size)}" for use, size in sorted(uses, key=lambda item: -item[1])),
+        biggest="; ".join(f"%{name} ({', '.join(dict.fromkeys(uses_of[name]))}) {_gib(s)}" for name, s in biggest),
+        do="store parameters cut, regather them, use a smaller batch, an optimizer with less state, or more devices",
+    )
+
+
+def check_fits(held: Sequence[Holding], scale: Scale) -> None:
+    """Refuse what does not fit, in words."""
+    if (error := describe_excess(held, scale)) is not None:
+        raise error
+
+
+def _more(kind: Kind) -> str:
+    return f" and {kind.devices - 1} like it" if kind.devices > 1 else ""
+
+
+def _gib(size: float) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit / 10:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size:,.0f} B"

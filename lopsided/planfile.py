@@ -1,0 +1,519 @@
+"""Plans as files: readable JSON that a person can read, compare and edit, and that loads back to the same plan.
+
+In: a `Plan`, or a text. Out: the other one; `parse_plan(plan_text(plan)) == plan`.
+
+    "program"       the lines of the printed program: change a placement here
+    "shares"        a fraction for each of "devices", in their order: "work", "state", and those of segments
+    "cuts"          lengths that are cut otherwise than by rounding the shares
+    "graph", "cluster", "on"   texts of what the plan is for, with "fingerprints": another model needs another plan
+    "prediction_of" what the step time, breakdown and memory in the file were predicted for
+
+An edit of the program or the shares changes what they predict, so these are then predicted anew, and the plan
+says so in its notes. Seconds that cannot be (a step without a device that is needed) are null.
+
+Files may come from strangers: nothing is evaluated, every key, type and range is checked, and the program must follow
+from the rules of its graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lopsided.cluster import Cluster, parse_cluster
+from lopsided.cost import optimizer_named
+from lopsided.devices import shown
+from lopsided.errors import LopsidedError, PlanError
+from lopsided.graph import Graph, parse_graph
+from lopsided.placement import Placement, Shares
+from lopsided.plan import Baseline, Breakdown, Plan, SearchReport
+from lopsided.program import Program, check_program, parse_program
+from lopsided.rules import derive_rules
+
+FORMAT = "lopsided-plan"
+VERSION = 1
+MOST_BYTES_OF_A_FILE = 128 * 2**20
+EDITED = "edited by hand"
+WORK = "work"
+"""What the shares without a name are called in a file."""
+
+_MOST_SECONDS = 1e12
+_MOST_WORDS = 10_000
+_MADE_BY = "`lopsided plan ... -o plan.json` writes such a file"
+
+Predict = Callable[[Program, Shares, Cluster, str, bool], tuple[float, Breakdown, tuple[int, ...]]]
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    try:
+        Path(path).write_text(plan_text(plan), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(
+            f"the plan cannot be written: {error.strerror or error}", where=str(path), do="name a file in a folder"
+        ) from None
+
+
+def load_plan(path: str | Path, namespaces: Collection[str] = ()) -> Plan:
+    """The plan in a file. `namespaces` are those of your own ops, if its model uses any."""
+    path = Path(path)
+    try:
+        # Only plain files: a pipe would wait for ever, a device never end.
+        if not path.is_file():
+            raise PlanError("there is no such file", where=str(path), do=f"check the path; {_MADE_BY}")
+        if path.stat().st_size > MOST_BYTES_OF_A_FILE:
+            raise PlanError(
+                f"the file is larger than {MOST_BYTES_OF_A_FILE:,} bytes", where=str(path), do="give a plan file"
+            )
+        text = path.read_bytes().decode()
+    except (OSError, ValueError) as error:
+        raise PlanError(f"the file cannot be read: {error}", where=str(path), do=_MADE_BY) from None
+    return parse_plan(text, str(path), namespaces)
+
+
+# Writing
+
+
+def plan_text(plan: Plan) -> str:
+    names = [name for name, _ in plan.shares.named]
+    if {"", WORK} & {*names} or len({*names}) < len(names):
+        raise PlanError(
+            f"shares are called {', '.join(map(shown, names))}", do=f"give each a name of its own, and none {WORK!r}"
+        )
+    told = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step_s": plan.step_s,
+        "optimizer": plan.optimizer,
+        "regather": plan.regather,
+        "notes": list(plan.notes),
+        "breakdown": _fields(plan.breakdown, _BREAKDOWN),
+        "baselines": [_fields(baseline, _BASELINE) for baseline in plan.baselines],
+        "devices": list(plan.devices),
+        "memory_bytes": list(plan.memory_bytes),
+        "shares": {WORK: list(plan.shares.work)} | {name: list(shares) for name, shares in plan.shares.named},
+        "cuts": [
+            {"shares": name or WORK, "length": length, "pieces": list(pieces)}
+            for name, length, pieces in plan.shares.cuts
+        ],
+        "program": _lines(str(plan.program)),
+        "prediction_of": _prediction_of(plan.program, plan.shares, plan.optimizer, plan.regather),
+        "search": _fields(plan.search, _SEARCH) | {"rounds": list(plan.search.rounds)},
+        "without_device": {name: _or_null(step_s) for name, step_s in plan.without_device},
+        "without_node": {name: _or_null(step_s) for name, step_s in plan.without_node},
+        "capture_s": plan.capture_s,
+        "planning_s": plan.planning_s,
+        "cluster": _lines(plan.cluster.text()),
+        "on": _lines(plan.on.text()),
+        "graph": _lines(plan.graph.text(sources=True)),
+        "fingerprints": {
+            "graph": plan.graph.fingerprint,
+            "cluster": plan.cluster.fingerprint,
+            "on": plan.on.fingerprint,
+        },
+    }
+    return _written(told) + "\n"
+
+
+_BREAKDOWN = ("compute_s", "optimizer_s", "blocking_s", "exposed_s", "waiting_s", "hidden_s")
+_BASELINE = ("name", "about", "step_s", "fits")
+_SEARCH = ("seconds", "states", "cost_s", "bound_s", "gap", "why", "searches")
+
+
+def _fields(of: object, names: Iterable[str]) -> dict[str, object]:
+    return {name: _or_null(getattr(of, name)) for name in names}
+
+
+def _or_null(value: object) -> object:
+    return None if value == math.inf else value
+
+
+def _lines(text: str) -> list[str]:
+    return text.removesuffix("\n").split("\n")
+
+
+def _prediction_of(program: Program, shares: Shares, optimizer: str, regather: bool) -> dict[str, object]:
+    numbers = json.dumps([shares.work, shares.named, shares.cuts])
+    return {
+        "program": _digest(str(program)),
+        "shares": _digest(numbers),
+        "optimizer": optimizer,
+        "regather": regather,
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _written(value: object, indent: str = "") -> str:
+    """JSON with a line for each line of text, and a row of numbers on one."""
+    inner = indent + "  "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key, ensure_ascii=False)}: {_written(part, inner)}" for key, part in value.items()]
+        if all(not isinstance(part, dict | list) for part in value.values()) and len(", ".join(parts)) < 100 and indent:
+            return f"{{{', '.join(parts)}}}"
+    elif isinstance(value, list) and any(isinstance(part, str | dict | list) for part in value):
+        parts = [_written(part, inner) for part in value]
+    else:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    left, right = "{}" if isinstance(value, dict) else "[]"
+    return left + ",".join(f"\n{inner}{part}" for part in parts) + (f"\n{indent}" if parts else "") + right
+
+
+# Reading
+
+
+def parse_plan(
+    text: str, where: str = "plan", namespaces: Collection[str] = (), *, predict: Predict | None = None
+) -> Plan:
+    """The plan a text describes; `where` is what refusals call the text."""
+    root = _Object(_json(text, where), where)
+    _check_version(root)
+    root.has_only(_KEYS)
+    cluster = _cluster(root, "cluster")
+    on = _cluster(root, "on")
+    if not {*on.device_names} <= {*cluster.device_names}:
+        stranger = next(name for name in on.device_names if name not in cluster.device_names)
+        raise root.refuse(f'"on" has a device {shown(stranger)} that "cluster" does not have', "make the plan anew")
+    if root.texts("devices") != on.device_names:
+        raise root.refuse('"devices" are not those of "on", in their order', "change shares, not the names of devices")
+    graph = _graph(root, namespaces)
+    program = _program(root, graph)
+    shares = _shares(root, on)
+    optimizer, regather = root.text("optimizer"), root.flag("regather")
+    with root.located('"optimizer"'):
+        optimizer_named(optimizer)
+    memory = root.wholes("memory_bytes")
+    if len(memory) != on.devices:
+        raise root.refuse(f'"memory_bytes" has {len(memory)} numbers for {on.devices} devices', "give one per device")
+    plan = Plan(
+        cluster,
+        on,
+        program,
+        shares,
+        optimizer,
+        regather,
+        root.seconds("step_s"),
+        _breakdown(root.part("breakdown")),
+        memory,
+        tuple(_baseline(each) for each in root.parts("baselines")),
+        _search(root.part("search")),
+        _named_seconds(root.part("without_device"), cluster.device_names),
+        _named_seconds(root.part("without_node"), cluster.node_names),
+        root.texts("notes"),
+        root.seconds("capture_s"),
+        root.seconds("planning_s"),
+    )
+    edited = _edited(plan, root.part("prediction_of"))
+    return _predicted_anew(plan, edited, root, predict) if edited else plan
+
+
+_KEYS = (
+    *("format", "version", "step_s", "optimizer", "regather", "notes", "breakdown", "baselines", "devices"),
+    *("memory_bytes", "shares", "cuts", "program", "prediction_of", "search", "without_device", "without_node"),
+    *("capture_s", "planning_s", "cluster", "on", "graph", "fingerprints"),
+)
+
+
+def _json(text: str, where: str) -> Mapping[str, object]:
+    def refuse(what: str) -> PlanError:
+        return PlanError(what, where=where, do=f"undo the edit, or make the plan anew: {_MADE_BY}")
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(key for k, (key, _) in enumerate(pairs) if key in dict(pairs[:k]))
+            raise refuse(f"{shown(twice)} is given twice")
+        return found
+
+    def constant(name: str) -> object:
+        raise refuse(f"{name} is not a number of a plan")
+
+    if len(text) > MOST_BYTES_OF_A_FILE:
+        raise refuse(f"the text is longer than {MOST_BYTES_OF_A_FILE:,} characters")
+    try:
+        value = json.loads(text, object_pairs_hook=once, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        raise refuse(f"this is not JSON: {error.msg} in line {error.lineno}") from None
+    except RecursionError:
+        raise refuse("the lists of this file nest too deep") from None
+    except ValueError:  # Python does not read integers of more than some thousand digits
+        raise refuse("a number in this file has too many digits") from None
+    if not isinstance(value, dict):
+        raise refuse(f"this is {shown(value)}, not a plan")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """An object of the file and where it is: hands out what is there, of the type that is asked for."""
+
+    items: Mapping[str, object]
+    where: str
+
+    def refuse(self, what: str, do: str) -> PlanError:
+        return PlanError(what, where=self.where, do=do)
+
+    def has_only(self, keys: Sequence[str]) -> None:
+        for key in self.items:
+            if key not in keys:
+                raise self.refuse(f"{shown(key)} is not known here", f"leave it out; known are {', '.join(keys)}")
+
+    @contextmanager
+    def located(self, what: str) -> Iterator[None]:
+        """What others refuse, with the place in the file."""
+        try:
+            yield
+        except LopsidedError as error:
+            place = ", ".join(filter(None, (self.where, what, error.where)))
+            raise PlanError(error.what, where=place, do=error.do, **error.facts) from None
+
+    def get(self, key: str) -> object:
+        if key not in self.items:
+            raise self.refuse(f'"{key}" is missing', "undo the edit, or make the plan anew")
+        return self.items[key]
+
+    def wrong(self, key: str, value: object, wanted: str) -> PlanError:
+        return self.refuse(f'"{key}" is {shown(value)}', f"give {wanted}")
+
+    def text(self, key: str) -> str:
+        return self._text(key, self.get(key))
+
+    def _text(self, key: str, value: object) -> str:
+        # What is said about a plan is printed on terminals.
+        if not isinstance(value, str) or len(value) > _MOST_WORDS or not value.isprintable():
+            raise self.wrong(key, value, f"a text of one line, at most {_MOST_WORDS:,} characters")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        return tuple(self._text(key, part) for part in self.entries(key))
+
+    def lines(self, key: str) -> tuple[str, ...]:
+        """Lines of a text that has its own reader."""
+        parts = self.entries(key)
+        for part in parts:
+            if not isinstance(part, str) or "\n" in part:
+                raise self.wrong(key, part, "a list of lines")
+        return tuple(str(part) for part in parts)
+
+    def entries(self, key: str) -> list[object]:
+        value = self.get(key)
+        if not isinstance(value, list):
+            raise self.wrong(key, value, "a list")
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def seconds(self, key: str, *, null: bool = False) -> float:
+        return self._number(key, self.get(key), _MOST_SECONDS, null=null)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        return tuple(self._number(key, part, 1.0) for part in self.entries(key))
+
+    def _number(self, key: str, value: object, most: float, *, null: bool = False) -> float:
+        if value is None and null:
+            return math.inf
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+            raise self.wrong(key, value, f"a number from 0 to {most:g}{', or null' if null else ''}")
+        return float(value)
+
+    def whole(self, key: str) -> int:
+        return self._whole(key, self.get(key))
+
+    def wholes(self, key: str) -> tuple[int, ...]:
+        return tuple(self._whole(key, part) for part in self.entries(key))
+
+    def _whole(self, key: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+            raise self.wrong(key, value, "a whole number of 0 or more")
+        return value
+
+    def part(self, key: str) -> _Object:
+        value = self.get(key)
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, "an object: { ... }")
+        return _Object(value, f'{self.where}, "{key}"')
+
+    def parts(self, key: str) -> list[_Object]:
+        found = []
+        for k, value in enumerate(self.entries(key), 1):
+            if not isinstance(value, dict):
+                raise self.wrong(key, value, "a list of objects: { ... }")
+            found.append(_Object(value, f'{self.where}, "{key}" {k}'))
+        return found
+
+
+def _check_version(root: _Object) -> None:
+    if root.items.get("format") != FORMAT:
+        raise root.refuse(f'this is not a plan: its "format" is not "{FORMAT}"', _MADE_BY)
+    version = root.whole("version")
+    if version > VERSION:
+        raise root.refuse(
+            f"this plan has version {shown(version)} of the format and was made by a newer lopsided; "
+            f"this one knows version {VERSION}",
+            "update lopsided, or make the plan anew",
+        )
+    if version < VERSION:
+        raise root.refuse(f"there is no version {shown(version)} of the format", "make the plan anew")
+
+
+def _check_fingerprint(root: _Object, key: str, found: str) -> None:
+    prints = root.part("fingerprints")
+    prints.has_only(("graph", "cluster", "on"))
+    if prints.text(key) != found:
+        what = "the model's graph" if key == "graph" else "the devices"
+        raise root.refuse(
+            f'"{key}" is not what the plan was made for: its fingerprint is {found}, not {shown(prints.text(key))}',
+            f"undo the edit; for a change of {what}, make the plan anew",
+        )
+
+
+def _cluster(root: _Object, key: str) -> Cluster:
+    with root.located(f'"{key}"'):
+        cluster = parse_cluster("\n".join(root.lines(key)) + "\n", "its TOML")
+    _check_fingerprint(root, key, cluster.fingerprint)
+    return cluster
+
+
+def _graph(root: _Object, namespaces: Collection[str]) -> Graph:
+    with root.located('"graph"'):
+        graph = parse_graph("\n".join(root.lines("graph")) + "\n", namespaces=namespaces)
+    _check_fingerprint(root, "graph", graph.fingerprint)
+    return graph
+
+
+def _program(root: _Object, graph: Graph) -> Program:
+    lines = root.lines("program")
+    try:
+        program = parse_program("\n".join(lines) + "\n", graph)
+        check_program(program, derive_rules(graph))
+    except LopsidedError as error:
+        place = f'{root.where}, "program" {_numbered(error.where, lines)}'.rstrip()
+        raise PlanError(error.what, where=place, do=error.do, **error.facts) from None
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        # A graph that parses may still hold calls that no op takes.
+        raise root.refuse(
+            f"the rules of its graph cannot be derived: {type(error).__name__}: {shown(str(error))}",
+            "make the plan anew",
+        ) from None
+    return program
+
+
+def _numbered(place: str, lines: Sequence[str]) -> str:
+    """The place of a refusal, with the number of the line where it names the line itself."""
+    head = place.split("\n")[0].strip()
+    number = next((k for k, line in enumerate(lines, 1) if head and line.strip() == head), None)
+    if number is None and head.startswith("%"):  # a leaf, by its value
+        name = head.split(":")[0].split(" ")[0]
+        number = next((k for k, line in enumerate(lines, 1) if line.split(" ")[0].rstrip(",") == name), None)
+        place = lines[number - 1].strip() if number is not None else place
+    return place if number is None else f"line {number}: {place}"
+
+
+def _shares(root: _Object, on: Cluster) -> Shares:
+    table = root.part("shares")
+    work = table.numbers(WORK)
+    named = []
+    for name in table.items:
+        if not (name.isascii() and name.isidentifier() and len(name) <= 100):
+            raise table.refuse(f"{shown(name)} cannot name shares", "use letters, digits and _")
+        if name != WORK:
+            named.append((name, table.numbers(name)))
+    cuts = []
+    for entry in root.parts("cuts"):
+        entry.has_only(("shares", "length", "pieces"))
+        name = entry.text("shares")
+        if any((name, entry.whole("length")) == (by or WORK, length) for by, length, _ in cuts):
+            raise entry.refuse(f"the cut of {entry.whole('length')} by {shown(name)} is given twice", "keep one")
+        cuts.append(("" if name == WORK else name, entry.whole("length"), entry.wholes("pieces")))
+    if len(work) != on.devices:
+        raise table.refuse(f"there are {len(work)} shares for {on.devices} devices", "give one per device")
+    with root.located('"shares" and "cuts"'):
+        return Shares(work, tuple(named), tuple(cuts))
+
+
+def _breakdown(table: _Object) -> Breakdown:
+    table.has_only(_BREAKDOWN)
+    return Breakdown(*(table.seconds(key) for key in _BREAKDOWN))
+
+
+def _baseline(table: _Object) -> Baseline:
+    table.has_only(_BASELINE)
+    return Baseline(table.text("name"), table.text("about"), table.seconds("step_s", null=True), table.flag("fits"))
+
+
+def _search(table: _Object) -> SearchReport:
+    table.has_only((*_SEARCH, "rounds"))
+    return SearchReport(
+        table.seconds("seconds"),
+        table.whole("states"),
+        table.seconds("cost_s", null=True),
+        table.seconds("bound_s", null=True),
+        table.seconds("gap", null=True),
+        table.text("why"),
+        table.whole("searches"),
+        table.texts("rounds"),
+    )
+
+
+def _named_seconds(table: _Object, names: Collection[str]) -> tuple[tuple[str, float], ...]:
+    known = {*names}
+    for name in table.items:
+        if name not in known:
+            raise table.refuse(f"the cluster has no {shown(name)}", "leave it out")
+    return tuple((name, table.seconds(name, null=True)) for name in table.items)
+
+
+# Edits
+
+
+def _edited(plan: Plan, predicted: _Object) -> tuple[str, ...]:
+    """What in the file is not what its predictions were made for."""
+    now = _prediction_of(plan.program, plan.shares, plan.optimizer, plan.regather)
+    predicted.has_only(tuple(now))
+    return tuple(key for key, value in now.items() if predicted.get(key) != value)
+
+
+def _predicted_anew(plan: Plan, edited: Sequence[str], root: _Object, predict: Predict | None) -> Plan:
+    if predict is None:
+        from lopsided.planner import predict
+    _check_names(plan, root)
+    with root.located("edited " + " and ".join(edited)):
+        step_s, breakdown, memory = predict(plan.program, plan.shares, plan.on, plan.optimizer, plan.regather)
+    notes = [note for note in plan.notes if not note.startswith(EDITED)]
+    notes.append(f"{EDITED}: {', '.join(edited)}; step time, breakdown and memory are predicted anew, all else is not")
+    for kind, (start, stop) in zip(plan.on.kinds, plan.on.spans, strict=True):
+        if max(memory[start:stop]) > kind.memory_bytes:
+            needs, has = max(memory[start:stop]) / 2**30, kind.memory_bytes / 2**30
+            notes.append(f"{EDITED}: it no longer fits: {kind.name} needs {needs:,.1f} GiB and has {has:,.1f} GiB")
+    search = replace(plan.search, why=EDITED)
+    return replace(plan, step_s=step_s, breakdown=breakdown, memory_bytes=memory, notes=tuple(notes), search=search)
+
+
+def _check_names(plan: Plan, root: _Object) -> None:
+    """A name without shares means the work shares; in a line that was typed it is more likely a slip."""
+    known = {"", "state", *(name for name, _ in plan.shares.named)}
+    for value, placement in _placed(plan.program):
+        if placement.by not in known:
+            listed = ", ".join(sorted(known - {""}))
+            raise root.refuse(
+                f"%{value} is placed {placement}, and there are no shares {placement.by!r}",
+                f'use one of {listed}, or add {placement.by!r} to "shares"',
+            )
+
+
+def _placed(program: Program) -> Iterator[tuple[str, Placement]]:
+    yield from program.leaves
+    for step in program.steps:
+        for name, chain in zip(step.node.operands, step.chains, strict=True):
+            yield from ((name, placement) for placement in chain)
+        yield from ((value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True))

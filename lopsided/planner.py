@@ -1,0 +1,301 @@
+"""Model + cluster → plan: search and balance in turn, on every sensible part of the cluster, against the classics.
+
+In: a model and a batch (or a `Graph`) and a `Cluster`. Out: `Plan`.
+
+The search proposes a program for given shares, the linear program proposes shares for a given program, and the timeline
+of a whole step disposes: the best *pair* seen is kept, with the classics among the pairs, so that the answer is never
+predicted slower than any of them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from lopsided.candidates import Candidate, Limits, Workshop, parts
+from lopsided.capture import LossFn, capture
+from lopsided.classics import stored_so
+from lopsided.cluster import Cluster, load_cluster
+from lopsided.cost import Costs, Scale, optimizer_named
+from lopsided.errors import InputError
+from lopsided.graph import Graph, Leaf, Node
+from lopsided.memory import bytes_per_kind, holdings
+from lopsided.notation import Rule
+from lopsided.placement import Placement, Shares, parse_placement
+from lopsided.plan import Baseline, Breakdown, Plan, SearchReport
+from lopsided.program import Program
+from lopsided.retype import in_dtype
+from lopsided.rules import RuleBook, derive_rules
+from lopsided.schedule import lay_out
+from lopsided.search import Progress
+from lopsided.segments import given_segments
+from lopsided.timeline import Timeline, run
+
+ABOUT = {
+    "dp-ev": "data parallelism, equal shares",
+    "dp-cp": "data parallelism, shares by speed",
+    "fsdp": "parameters stored cut and gathered for use (ZeRO-3), equal shares",
+    "tensor": "the best tensor parallelism, shares by speed",
+    "single": "everything on the fastest device",
+}
+
+
+def plan(
+    model: nn.Module,
+    batch: object,
+    cluster: Cluster | str | Path,
+    *,
+    loss_fn: LossFn | None = None,
+    dtype: str | None = None,
+    optimizer: str = "adamw",
+    time_limit_s: float = math.inf,
+    pins: Sequence[str] = (),
+    segments: Sequence[str] = (),
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Plan:
+    """The fastest way to train `model` on `cluster` (a preset's name, a file or a `Cluster`).
+
+    The batch is the global one: all devices together train on it in one step. `dtype` plans for the model in another
+    floating dtype than it has. `pins` such as `"encoder.*.weight=I"` fix how parameters are stored, `segments` such as
+    `"encoder.*"` give parts of the model shares of their own.
+    """
+    where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    started = time.perf_counter()
+    graph = capture(model, batch, loss_fn=loss_fn)
+    if dtype is not None:
+        graph = in_dtype(graph, dtype)
+    capture_s = time.perf_counter() - started
+    found = plan_graph(
+        graph,
+        where,
+        optimizer=optimizer,
+        time_limit_s=time_limit_s,
+        pins=pins,
+        segments=segments,
+        progress=progress,
+    )
+    return replace(found, capture_s=capture_s)
+
+
+def plan_graph(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    book: RuleBook | None = None,
+    optimizer: str = "adamw",
+    time_limit_s: float = math.inf,
+    pins: Sequence[str] = (),
+    segments: Sequence[str] = (),
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Plan:
+    """The plan of a captured graph."""
+    started = time.perf_counter()
+    narrowed = _narrowed(graph, book or derive_rules(graph), segments)
+    limits = _limits(narrowed, pins, started + time_limit_s)
+    shop = Workshop(graph, narrowed, optimizer_named(optimizer), limits, progress)
+    classics = tuple(shop.classics(cluster))
+    for part in parts(cluster):
+        # A part cannot be worth it if even dividing its work perfectly would not be.
+        if shop.best is None or shop.ideal_s(part) < shop.best.step_s:
+            shop.improve(part)
+    shop.segmented(shop.chosen)
+    devices, nodes = _without(shop, cluster)
+    return _answer(shop, cluster, classics, devices, nodes, time.perf_counter() - started)
+
+
+# What narrows the search
+
+
+def _narrowed(graph: Graph, book: RuleBook, segments: Sequence[str]) -> RuleBook:
+    return given_segments(book, segments) if segments else book
+
+
+def _limits(book: RuleBook, pins: Sequence[str], deadline: float) -> Limits:
+    """What pins leave to choose from. A pin is `parameter pattern=placement` or `%value pattern=placement`."""
+    stored: dict[str, Placement] = {}
+    given: dict[str, Placement] = {}
+    for pin in pins:
+        pattern, _, text = pin.rpartition("=")
+        if not pattern:
+            raise InputError(f"{pin!r} is not a pin", do='write PATTERN=PLACEMENT, for example "encoder.*.weight=I"')
+        placement = parse_placement(text.strip())
+        if pattern.startswith("%"):
+            _pin_values(book, pattern[1:], placement, pin, given)
+        else:
+            _pin_parameters(book, pattern, placement, pin, stored)
+
+    def stores(leaf: Leaf) -> tuple[Placement, ...]:
+        name = leaf.value.name
+        return (stored[name],) if name in stored else stores_of(book, leaf)
+
+    def allowed(node: Node, rule: Rule) -> bool:
+        placed = zip(node.results, rule.gives, strict=True)
+        return not given or all(given.get(value.name, give) == give for value, give in placed)
+
+    return Limits(stores, allowed, deadline)
+
+
+def stores_of(book: RuleBook, leaf: Leaf) -> tuple[Placement, ...]:
+    """How a parameter may be stored: as some op takes it, or cut by the state shares to be gathered for use."""
+    return tuple(dict.fromkeys((*book.leaves[leaf.value.name], stored_so(leaf))))
+
+
+def _pin_parameters(book: RuleBook, pattern: str, placement: Placement, pin: str, stored: dict[str, Placement]) -> None:
+    found = [
+        leaf
+        for leaf in book.graph.parameters
+        if any(fnmatch.fnmatchcase(name, pattern) for name in (leaf.target, *leaf.also))
+    ]
+    if not found:
+        names = [leaf.target for leaf in book.graph.parameters]
+        raise InputError(
+            f"no parameter matches the pin {pin!r}",
+            do=f"choose from {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",
+        )
+    for leaf in found:
+        choices = book.leaves[leaf.value.name]
+        if placement.cut_by("") not in choices:
+            raise InputError(
+                f"{leaf.target} cannot be stored {placement}",
+                where=f"pin {pin!r}",
+                do=f"choose from {', '.join(map(str, choices))}",
+            )
+        stored[leaf.value.name] = placement
+
+
+def _pin_values(book: RuleBook, pattern: str, placement: Placement, pin: str, given: dict[str, Placement]) -> None:
+    found = [
+        (node, k)
+        for node in book.graph.nodes
+        for k, value in enumerate(node.results)
+        if fnmatch.fnmatchcase(value.name, pattern)
+    ]
+    if not found:
+        raise InputError(f"no value matches the pin {pin!r}", do="name values as `lopsided capture` prints them")
+    for node, k in found:
+        choices = dict.fromkeys(rule.gives[k] for rule in book.rules[node.name])
+        if placement not in choices:
+            raise InputError(
+                f"%{node.results[k].name} cannot be made {placement}",
+                where=f"pin {pin!r}",
+                do=f"choose from {', '.join(map(str, choices))}",
+            )
+        given[node.results[k].name] = placement
+
+
+# The answer
+
+
+def predict(
+    program: Program, shares: Shares, on: Cluster, optimizer: str, regather: bool
+) -> tuple[float, Breakdown, tuple[int, ...]]:
+    """Seconds of a step of any program with any shares, where they go, and bytes on every device."""
+    kept = optimizer_named(optimizer)
+    costs, scale = Costs(program.graph, on, kept), Scale(on, shares)
+    timeline = run(lay_out(program, costs, regather=regather), costs.network, scale)
+    held = holdings(program, kept, regather=regather, devices=on.devices)
+    return timeline.step_s, breakdown_of(timeline), _every_device(on, bytes_per_kind(held, scale))
+
+
+def breakdown_of(timeline: Timeline) -> Breakdown:
+    lane = timeline.critical
+    return Breakdown(
+        lane.compute_s, lane.optimizer_s, timeline.blocking_s, lane.exposed_s, lane.waiting_s, timeline.hidden_s
+    )
+
+
+def _every_device(on: Cluster, per_kind: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for kind, size in zip(on.kinds, per_kind, strict=True) for _ in range(kind.devices))
+
+
+def _without(shop: Workshop, cluster: Cluster) -> tuple[dict[str, float], dict[str, float]]:
+    """The step without each device and without each node. A smaller cluster that turns out faster becomes the best."""
+    devices: dict[str, float] = {}
+    nodes: dict[str, float] = {}
+    before = None
+    while before is not shop.best:
+        before = shop.best
+        for alike in cluster.alike_devices() if cluster.devices > 1 else ():
+            devices.update(dict.fromkeys(alike, _left_with(shop, alike, Cluster.without_device, cluster)))
+        for alike in cluster.alike_nodes() if cluster.nodes > 1 else ():
+            nodes.update(dict.fromkeys(alike, _left_with(shop, alike, Cluster.without_node, cluster)))
+    return devices, nodes
+
+
+def _left_with(
+    shop: Workshop, alike: Sequence[str], shrink: Callable[[Cluster, str], Cluster], cluster: Cluster
+) -> float:
+    """The step when one of these, which are alike, is gone; infinite if the model then fits nowhere."""
+    best = shop.chosen
+    names = {*best.on.device_names, *best.on.node_names}
+    if not names.issuperset(alike):
+        # One of them is idle and takes the place of the one that is gone.
+        return best.step_s
+    # What is left of the devices in use; where that is nothing, what is left of all.
+    is_device = alike[0] in best.on.device_names
+    left_over = (best.on.devices if is_device else best.on.nodes) > 1
+    part = shrink(best.on if left_over else cluster, alike[0])
+    timeline = best.timeline
+    hidden = timeline.hidden_s / timeline.hiding_s if timeline.hiding_s else 0.0
+    shares = shop.by_speed(part)
+    made = [
+        shop.fitting("without", part, shares, hidden),
+        shop.balanced("without", part, best.program, shares, best.regather, best.found),
+    ]
+    return min((candidate.step_s for candidate in made if candidate is not None and candidate.fits), default=math.inf)
+
+
+def _answer(
+    shop: Workshop,
+    cluster: Cluster,
+    classics: Sequence[Candidate],
+    devices: dict[str, float],
+    nodes: dict[str, float],
+    seconds: float,
+) -> Plan:
+    best = shop.chosen
+    found = best.found or shop.searched[0]
+    why = found.why if best.found is not None else f"{best.name} was not beaten"
+    return Plan(
+        cluster=cluster,
+        on=best.on,
+        program=best.program,
+        shares=best.shares,
+        optimizer=shop.optimizer.name,
+        regather=best.regather,
+        step_s=best.step_s,
+        breakdown=breakdown_of(best.timeline),
+        memory_bytes=_every_device(best.on, best.memory),
+        baselines=tuple(Baseline(c.name, ABOUT[c.name], c.step_s, c.fits) for c in classics),
+        search=SearchReport(
+            found.seconds,
+            found.states,
+            found.cost_s,
+            found.bound_s,
+            found.gap,
+            why,
+            len(shop.searched),
+            tuple(shop.log),
+        ),
+        without_device=tuple(devices.items()),
+        without_node=tuple(nodes.items()),
+        notes=tuple(_notes(shop, cluster, best)),
+        planning_s=seconds,
+    )
+
+
+def _notes(shop: Workshop, cluster: Cluster, best: Candidate) -> Iterator[str]:
+    """What a reader should know beside the numbers."""
+    if idle := [name for name in cluster.device_names if name not in best.on.device_names]:
+        count = f"{len(idle)} of {cluster.devices} devices are" if len(idle) > 1 else f"{idle[0]} is"
+        yield f"{count} left out: with them a step would take longer"
+    for node in shop.book.only_whole:
+        yield f"{node.op} runs whole on every device ({node.source}): nobody has described how it could be cut"
+    if best.found is not None and best.found.gap > 0:
+        yield f"the search ended by its {best.found.why}: a program may exist that is {best.found.gap:.1%} cheaper"

@@ -1,0 +1,153 @@
+"""A program laid out in time: what every device computes and what all of them send, in order, still without shares.
+
+In: a `Program` and its `Costs`. Out: `Schedule`, three lists: forward, backward, optimizer. What `timeline` runs, and
+what the linear program over shares sums up.
+
+The backward pass is the forward pass in reverse. A copy that a conversion made may have several consumers; the
+first of them in the forward pass is the last in the backward pass, and right after it the cotangent of the copy is
+complete and is converted back. So the transpose of a conversion stands where going backward passes the step that made
+it.
+
+What goes between parameters and their copies hides: gathering may start ahead of its place, and gradients are only
+waited for by the optimizer. What converts activations blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lopsided.cost import FREE, Affine, Costs, Cut, Transfer, conversion, cut_of
+from lopsided.graph import Leaf
+from lopsided.placement import Placement
+from lopsided.program import Chain, Program, Step
+
+__all__ = ["GATHERS_AT_ONCE", "Compute", "Cut", "Item", "Schedule", "Transfer", "lay_out", "regathered"]
+
+GATHERS_AT_ONCE = 2
+"""How many gathered copies exist at once where they are freed after use: one in use, the next one on its way."""
+
+_Copy = tuple[str, Placement]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What one node (of the optimizer: one parameter) computes: seconds for each kind of device."""
+
+    node: str
+    backward: bool
+    seconds: tuple[Affine, ...]
+    cut: Cut | None
+
+
+Item = Compute | Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A training step in order. What costs nothing is left out."""
+
+    forward: tuple[Item, ...]
+    backward: tuple[Item, ...]
+    optimizer: tuple[Compute, ...]
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return tuple(item for item in (*self.forward, *self.backward) if isinstance(item, Transfer))
+
+    @property
+    def computes(self) -> tuple[Compute, ...]:
+        passes = (item for item in (*self.forward, *self.backward) if isinstance(item, Compute))
+        return (*passes, *self.optimizer)
+
+
+def lay_out(program: Program, costs: Costs, *, regather: bool = False) -> Schedule:
+    """The schedule of a program. With `regather`, gathered parameters are freed after their forward use, and gathered
+    once more for the backward pass where it needs them.
+    """
+    parameters = {leaf.value.name for leaf in program.graph.parameters}
+    again = regathered(program) if regather else {}
+    made: set[_Copy] = set(program.leaves)
+    forward: list[Item] = []
+    undo: list[list[Transfer]] = []  # of each step: transposes of the conversions it made, in the order to run them
+
+    for step in program.steps:
+        back: list[Transfer] = []
+        for name, chain in zip(step.node.operands, step.chains, strict=True):
+            for there, and_back in _conversions(program, name, chain, made):
+                is_parameter = name in parameters
+                if there is not None:
+                    forward.append(replace(there, hides=True, ahead=True) if is_parameter else there)
+                if and_back is not None:
+                    back.append(replace(and_back, hides=True) if is_parameter else and_back)
+        made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+        undo.append(back[::-1])
+        cost = costs.op(step.node, step.rule)
+        if not _is_free(cost.forward):
+            forward.append(Compute(step.node.name, False, cost.forward, cost.cut))
+        forward += [_named(talk, step) for talk in cost.talks]
+
+    ends: list[Transfer] = []
+    updates = zip((name for _, name in program.graph.updates), program.updates, strict=True)
+    for name, chain in ((program.graph.loss, program.loss), *updates):
+        for there, and_back in _conversions(program, name, chain, made):
+            forward += [there] if there is not None else []
+            ends += [and_back] if and_back is not None else []
+
+    backward: list[Item] = [*ends[::-1]]
+    for step, back in zip(reversed(program.steps), reversed(undo), strict=True):
+        cost = costs.op(step.node, step.rule)
+        backward += again.get(step.node.name, ())
+        backward += [_named(talk, step) for talk in cost.back_talks]
+        if not _is_free(cost.backward):
+            backward.append(Compute(step.node.name, True, cost.backward, cost.cut))
+        backward += back
+    return Schedule(tuple(forward), tuple(backward), tuple(_optimizer(program, costs)))
+
+
+def _conversions(
+    program: Program, name: str, chain: Chain, made: set[_Copy]
+) -> Iterator[tuple[Transfer | None, Transfer | None]]:
+    """What a chain sends; a copy that is there already is not made again."""
+    for source, to in itertools.pairwise(chain):
+        if (name, to) not in made:
+            made.add((name, to))
+            yield conversion(program.graph.values[name], source, to)
+
+
+def _is_free(seconds: tuple[Affine, ...]) -> bool:
+    return all(affine == FREE for affine in seconds)
+
+
+def _named(talk: Transfer, step: Step) -> Transfer:
+    return replace(talk, what=f"{step.node.name}: {talk.what}")
+
+
+def _optimizer(program: Program, costs: Costs) -> Iterator[Compute]:
+    leaves: dict[str, Leaf] = {leaf.value.name: leaf for leaf in program.graph.parameters}
+    for name, placement in program.leaves:
+        if name in leaves and leaves[name].value.grad:
+            seconds = costs.update(leaves[name], placement)
+            yield Compute(name, True, seconds, cut_of(placement, leaves[name].value.shape))
+
+
+def regathered(program: Program) -> dict[str, tuple[Transfer, ...]]:
+    """For each node, what is gathered again before its backward pass: copies it keeps of parameters stored cut.
+
+    Once for each copy, before the first backward use, which is the last forward use.
+    """
+    parameters = {leaf.value.name for leaf in program.graph.parameters}
+    gathered: dict[_Copy, Transfer] = {}
+    for value, source, to in program.conversions():
+        there, _ = conversion(value, source, to)
+        if there is not None and there.collective == "all_gather" and value.name in parameters:
+            gathered[value.name, to] = replace(there, hides=True, ahead=True)
+    found: dict[str, list[Transfer]] = {}
+    for step in reversed(program.steps):
+        if not any(value.grad for value in step.node.results):
+            continue
+        for name, need in zip(step.node.operands, step.rule.needs, strict=True):
+            if name in step.node.saved.values and (name, need) in gathered:
+                found.setdefault(step.node.name, []).append(gathered.pop((name, need)))
+    return {node: tuple(transfers) for node, transfers in found.items()}

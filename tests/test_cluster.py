@@ -1,0 +1,518 @@
+"""Clusters load, print back equal, lose devices and keep their names; what cannot be used is refused in words."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lopsided.cluster import (
+    MEASURABLE,
+    Cluster,
+    Kind,
+    Link,
+    Measured,
+    load_cluster,
+    parse_cluster,
+    preset_names,
+)
+from lopsided.errors import ClusterError
+
+SMALL = """
+name = "small"
+[[devices]]
+name = "v100"
+node = "box"
+flops_per_s = 15.7e12
+bytes_per_s = 900e9
+memory = "16 GiB"
+[links.within]
+latency_s = 1e-5
+bytes_per_s = 12e9
+"""
+
+
+def kind(name: str = "v100", node: str = "box", nodes: int = 1, count: int = 1, speed: float = 1e13) -> Kind:
+    return Kind(name, node, nodes, count, (("f32", speed),), 9e11, 2**34, 8e-6)
+
+
+def cluster(*kinds: Kind, name: str = "c") -> Cluster:
+    return Cluster(name, "", kinds, Link(1e-5, 1e10), Link(5e-5, 1e9))
+
+
+# Random clusters
+
+NAMES = st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters="/"), min_size=1, max_size=8)
+WORDS = st.text(st.characters(exclude_categories=("C", "Z"), include_characters=" \n"), max_size=40)
+RATES = st.floats(1, 1e18)
+SECONDS = st.floats(0, 3600)
+LINKS = st.builds(Link, SECONDS, RATES)
+POINTS = st.dictionaries(st.floats(0, 1), SECONDS, min_size=1, max_size=3).map(lambda points: tuple(points.items()))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    places = draw(st.dictionaries(NAMES, st.integers(1, 4), min_size=1, max_size=3))
+    kinds = []
+    for _ in range(draw(st.integers(1, 4))):
+        node = draw(st.sampled_from(sorted(places)))
+        speeds = draw(st.dictionaries(st.sampled_from(("f64", "f32", "bf16", "f16")), RATES, min_size=1))
+        tables = draw(st.dictionaries(NAMES, st.tuples(POINTS, st.one_of(st.just(()), POINTS)), max_size=2))
+        measured = tuple(Measured(call, *points) for call, points in tables.items())
+        numbers = draw(RATES), draw(st.integers(1, 2**60)), draw(SECONDS)
+        count = draw(st.integers(1, 3))
+        kinds.append(
+            Kind(draw(NAMES), node, places[node], count, tuple(speeds.items()), *numbers, draw(WORDS), measured)
+        )
+    ways = [(collective, way) for collective, names in MEASURABLE.items() for way in names]
+    taken = draw(st.lists(st.sampled_from(ways), unique=True))
+    try:
+        return Cluster(
+            draw(NAMES),
+            draw(WORDS),
+            tuple(kinds),
+            draw(LINKS),
+            draw(LINKS),
+            tuple((*way, draw(LINKS)) for way in taken),
+        )
+    except ClusterError as error:
+        assume("two nodes are called" not in error.what)
+        raise
+
+
+@given(clusters())
+def test_a_cluster_prints_and_loads_back_equal(one: Cluster) -> None:
+    again = parse_cluster(one.text(), "printed")
+    assert again == one
+    assert again.text() == one.text()
+    assert again.fingerprint == one.fingerprint
+
+
+@given(clusters())
+def test_names_are_unique_and_in_order(one: Cluster) -> None:
+    assert len({*one.device_names}) == len(one.device_names) == one.devices
+    assert len({*one.node_names}) == len(one.node_names) == one.nodes
+    assert {name.split("/")[0] for name in one.device_names} == {*one.node_names}
+    assert one.spans[-1][1] == one.devices
+    for part, (start, stop) in zip(one.kinds, one.spans, strict=True):
+        assert stop - start == part.devices
+        assert all(f"/{part.name}-" in name for name in one.device_names[start:stop])
+
+
+@given(clusters(), st.data())
+def test_devices_are_lost_one_by_one(one: Cluster, data: st.DataObject) -> None:
+    while one.devices > 1:
+        name = data.draw(st.sampled_from(one.device_names))
+        less = one.without_device(name)
+        assert less.devices == one.devices - 1
+        assert less.fingerprint != one.fingerprint
+        assert parse_cluster(less.text()) == less
+        # All nodes keep their names, but that of a node that is empty now.
+        assert {*less.node_names} <= {*one.node_names}
+        assert one.nodes - less.nodes in (0, 1)
+        one = less
+    with pytest.raises(ClusterError, match="no device is left"):
+        one.without_device(one.device_names[0])
+
+
+@given(clusters(), st.data())
+def test_nodes_are_lost_one_by_one(one: Cluster, data: st.DataObject) -> None:
+    while one.nodes > 1:
+        name = data.draw(st.sampled_from(one.node_names))
+        inside = [device for device in one.device_names if device.startswith(f"{name}/")]
+        less = one.without_node(name)
+        assert less.nodes == one.nodes - 1
+        assert less.devices == one.devices - len(inside)
+        assert {*less.node_names} < {*one.node_names}
+        assert parse_cluster(less.text()) == less
+        one = less
+    with pytest.raises(ClusterError, match="no device is left"):
+        one.without_node(one.node_names[0])
+
+
+@given(clusters())
+def test_alike_is_what_cannot_be_told_apart_when_lost(one: Cluster) -> None:
+    groups = one.alike_devices()
+    assert sorted(name for group in groups for name in group) == sorted(one.device_names)
+    for group in groups:
+        left = {_contents(one.without_device(name)) for name in group} if one.devices > 1 else set()
+        assert len(left) <= 1
+    groups = one.alike_nodes()
+    assert sorted(name for group in groups for name in group) == sorted(one.node_names)
+    for group in groups:
+        left = {_contents(one.without_node(name)) for name in group} if one.nodes > 1 else set()
+        assert len(left) <= 1
+
+
+def _contents(one: Cluster) -> tuple[tuple[str, ...], ...]:
+    """What is in the nodes, whatever they are called."""
+    nodes: dict[str, list[str]] = {name: [] for name in one.node_names}
+    for part, (start, stop) in zip(one.kinds, one.spans, strict=True):
+        for name in one.device_names[start:stop]:
+            nodes[name.rsplit("/", 1)[0]].append(part.likeness)
+    return tuple(sorted(tuple(sorted(inside)) for inside in nodes.values()))
+
+
+# Names and smaller clusters, by example
+
+
+def test_devices_are_named_by_node_kind_and_number() -> None:
+    assert cluster(kind(count=2), kind("t4")).device_names == ("box/v100-1", "box/v100-2", "box/t4-1")
+    assert cluster(kind(nodes=2)).device_names == ("box-1/v100-1", "box-2/v100-1")
+
+
+def test_equal_kinds_in_one_node_are_counted_on() -> None:
+    assert cluster(kind(count=2), kind(count=1)).device_names == ("box/v100-1", "box/v100-2", "box/v100-3")
+    assert cluster(kind(count=2), kind(count=1)).alike_devices() == (("box/v100-1", "box/v100-2", "box/v100-3"),)
+
+
+def test_of_two_nodes_both_keep_their_names() -> None:
+    less = cluster(kind(nodes=2, count=8)).without_device("box-1/v100-3")
+    assert [(part.node, part.nodes, part.count) for part in less.kinds] == [("box-2", 1, 8), ("box-1", 1, 7)]
+    assert cluster(kind(nodes=2)).without_node("box-1").node_names == ("box-2",)
+
+
+def test_of_many_nodes_the_smaller_one_is_numbered_last() -> None:
+    less = cluster(kind(nodes=16, count=8)).without_device("box-5/v100-3")
+    assert [(part.node, part.nodes, part.count) for part in less.kinds] == [("box", 15, 8), ("box-16", 1, 7)]
+
+
+def test_kinds_that_share_the_node_follow_it() -> None:
+    less = cluster(kind(nodes=3, count=1), kind("t4", nodes=3, count=4)).without_device("box-2/v100-1")
+    assert [(part.name, part.node, part.nodes, part.count) for part in less.kinds] == [
+        ("v100", "box", 2, 1),
+        ("t4", "box", 2, 4),
+        ("t4", "box-3", 1, 4),
+    ]
+
+
+def test_only_some_kinds() -> None:
+    one = cluster(kind(), kind("t4"), kind("l4", "other"))
+    assert [part.name for part in one.only([2, 0]).kinds] == ["v100", "l4"]
+    with pytest.raises(ClusterError, match="no kind 3"):
+        one.only([3])
+    with pytest.raises(ClusterError, match="no device is left"):
+        one.only([])
+
+
+def test_measured_collectives_stay_while_there_are_nodes_to_talk_between() -> None:
+    one = load_cluster("hap-64")
+    assert one.without_device("v100-box-1/v100-1").collectives == one.collectives
+    assert one.without_node("p100-box-3").collectives == one.collectives
+    assert load_cluster("hap-4").only([0]).collectives == ()
+
+
+def test_alike_needs_alike_nodes() -> None:
+    one = cluster(kind(node="a", count=2), kind(node="b", count=2), kind(node="c"), kind("t4", "c", speed=1.0))
+    assert one.alike_devices() == (("a/v100-1", "a/v100-2", "b/v100-1", "b/v100-2"), ("c/v100-1",), ("c/t4-1",))
+    assert one.alike_nodes() == (("a", "b"), ("c",))
+
+
+def test_names_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ClusterError, match=r"no device 'box/v100-9'\n.*\n.*did you mean box/v100-1"):
+        cluster(kind()).without_device("box/v100-9")
+    with pytest.raises(ClusterError, match=r"no node 'bax'\n.*\n.*did you mean box"):
+        cluster(kind()).without_node("bax")
+
+
+# Fingerprints and speeds
+
+
+def test_a_fingerprint_is_of_what_matters() -> None:
+    one = cluster(kind(), kind("t4", "other"))
+    renamed = Cluster("x", "y", (replace(kind("a", "b"), source="s"), kind("c", "d")), one.within, one.between)
+    assert one.fingerprint == renamed.fingerprint
+    assert len(one.fingerprint) == 16
+    others = [
+        cluster(kind(), kind("t4")),
+        cluster(kind(), kind("t4", "other", count=2)),
+        cluster(kind(), kind("t4", "other", nodes=2)),
+        cluster(kind(), kind("t4", "other", speed=2.0)),
+        replace(one, within=Link(1e-5, 2e10)),
+        replace(one, between=Link(1e-5, 2e10)),
+        replace(one, collectives=(("all_reduce", "ring", Link(0, 1e9)),)),
+        cluster(replace(kind(), measured=(Measured("f()", ((1.0, 1.0),)),)), kind("t4", "other")),
+        cluster(replace(kind(), launch_s=1.0), kind("t4", "other")),
+        cluster(replace(kind(), memory_bytes=1), kind("t4", "other")),
+        cluster(replace(kind(), bytes_per_s=1.0), kind("t4", "other")),
+    ]
+    assert len({one.fingerprint, *(other.fingerprint for other in others)}) == len(others) + 1
+
+
+def test_speeds_of_dtypes_that_are_not_listed() -> None:
+    v100 = replace(kind(), flops_per_s=(("f32", 10.0), ("f16", 80.0)))
+    assert [v100.flops(dtype) for dtype in ("f32", "f16", "bf16", "f64", "i64")] == [10, 80, 10, 5, 10]
+    a100 = replace(kind(), flops_per_s=(("f32", 10.0), ("bf16", 80.0), ("f64", 6.0)))
+    assert [a100.flops(dtype) for dtype in ("f16", "f64", "c128", "c64")] == [80, 6, 6, 10]
+    half = replace(kind(), flops_per_s=(("bf16", 80.0), ("f16", 90.0)))
+    assert (half.flops("f32"), half.speed, a100.speed) == (80, 90, 10)
+
+
+# Files
+
+
+def test_the_least_that_is_needed() -> None:
+    one = parse_cluster(SMALL)
+    assert (one.devices, one.nodes, one.node_names) == (1, 1, ("box",))
+    assert one.kinds[0].flops_per_s == (("f32", 15.7e12),)
+    assert one.kinds[0].memory_bytes == 16 * 2**30
+    assert one.between == one.within
+    assert parse_cluster(SMALL[: SMALL.index("[links")]).devices == 1
+
+
+def test_efficiency_is_multiplied_in_and_printed_as_the_product() -> None:
+    one = parse_cluster(SMALL.replace("memory", "efficiency = 0.5\nmemory"))
+    assert one.kinds[0].flops("f32") == 15.7e12 * 0.5
+    assert "efficiency" not in one.text()
+    assert parse_cluster(one.text()) == one
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ('"512 MiB"', 2**29),
+        ('"1.5GiB"', 3 * 2**29),
+        ('"16 GB"', 16 * 10**9),
+        ("17179869184", 2**34),
+        ("2e9", 2 * 10**9),
+    ],
+)
+def test_memory_has_units(written: str, size: int) -> None:
+    assert parse_cluster(SMALL.replace('"16 GiB"', written)).kinds[0].memory_bytes == size
+
+
+def test_presets_load_and_say_where_their_figures_come_from() -> None:
+    assert {"hap-64", "hap-4", "3090+3060", "2xA6000+2x2080Ti", "8xA100+8xV100"} <= {*preset_names()}
+    assert {"4xH100+4xA100+8xL4", "equal-8", "mixed-1024"} <= {*preset_names()}
+    for name in preset_names():
+        one = load_cluster(name)
+        assert one.name == name
+        assert one.about
+        assert all(part.source for part in one.kinds)
+        assert parse_cluster(one.text()) == one
+
+
+def test_hap_figures() -> None:
+    one = load_cluster("hap-64")
+    assert [(part.name, part.devices, part.count, part.flops("f32")) for part in one.kinds] == [
+        ("v100", 16, 8, 3.858755e12),
+        ("p100", 48, 8, 2.149251e12),
+    ]
+    assert one.between.bytes_per_s * 8 == 10.4e9
+    assert {(collective, way): link.bytes_per_s for collective, way, link in one.collectives} == {
+        ("all_gather", "padded"): 815_418_707,
+        ("all_gather", "grouped"): 549_828_906,
+        ("all_reduce", "ring"): 476_774_816,
+        ("reduce_scatter", "padded"): 876_490_907,
+        ("reduce_scatter", "grouped"): 512_358_434,
+        ("all_to_all", "direct"): 7_504_501_871,
+    }
+    one = load_cluster("hap-4")
+    assert [(part.devices, part.flops("f32")) for part in one.kinds] == [(2, 5.712e12), (2, 3.010e12)]
+    assert {(collective, way): link.bytes_per_s for collective, way, link in one.collectives} == {
+        ("all_gather", "padded"): 2.912e9,
+        ("all_gather", "grouped"): 1.823e9,
+        ("all_reduce", "ring"): 1.592e9,
+        ("reduce_scatter", "padded"): 2.698e9,
+        ("reduce_scatter", "grouped"): 2.032e9,
+        ("all_to_all", "direct"): 7.881e9,
+    }
+
+
+def test_mixed_1024() -> None:
+    one = load_cluster("mixed-1024")
+    assert (one.devices, one.nodes, len(one.kinds), one.node_sizes) == (1024, 128, 4, (8,))
+
+
+def test_a_file_loads(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(SMALL)
+    assert load_cluster(path) == load_cluster(str(path)) == parse_cluster(SMALL)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("name =", "name", "not TOML"),
+        ("name =", "x = " + "[" * 100_000 + "\nname =", "not TOML"),
+        ('name = "small"', "", "name is missing"),
+        ('"small"', "3", "name is 3"),
+        ('"small"', '""', "name of a cluster"),
+        ('"small"', '"\\u001b[31m"', "name of a cluster"),
+        ('"small"', '"small"\nabout = 1', "about is 1"),
+        ('"small"', '"small"\nabout = "\\u0007"', "about has characters"),
+        ('"small"', '"small"\ndevises = 1', "'devises' is not known here"),
+        ("[[devices]]", "[devices]", "devices is"),
+        ('"v100"', '"a/b"', "name of a kind"),
+        ('"v100"', '" v"', "name of a kind"),
+        ('node = "box"', "", "node is missing"),
+        ('"box"', '""', "name of a node"),
+        ('"box"', '"box"\nnodes = 0', "nodes is 0"),
+        ('"box"', '"box"\nnodes = 1.5', "nodes is 1.5"),
+        ('"box"', '"box"\ncount = true', "count is True"),
+        ('"box"', '"box"\ncount = -1', "count is -1"),
+        ('"box"', '"box"\ncount = 1_000_000', "count is 1000000"),
+        ('"box"', '"box"\ncount = 0x' + "f" * 9000, "count is too long a number"),
+        ('"box"', '"box"\nsource = 1', "source is 1"),
+        ("flops_per_s = 15.7e12\n", "", "flops_per_s is missing"),
+        ("15.7e12", '"fast"', "flops_per_s is 'fast'"),
+        ("15.7e12", "nan", "flops_per_s of f32 is nan"),
+        ("15.7e12", "inf", "flops_per_s of f32 is inf"),
+        ("15.7e12", "-1.0", "flops_per_s of f32 is -1.0"),
+        ("15.7e12", "0x" + "f" * 9000, "flops_per_s is too long a number"),
+        ("15.7e12", "{}", "flops_per_s is given for no dtype"),
+        ("15.7e12", "{ fp32 = 1e12 }", "'fp32' is not known here"),
+        ("15.7e12", "1e12\nefficiency = 2", "efficiency is 2.0"),
+        ("900e9", "0", "bytes_per_s is 0.0"),
+        ("900e9", "false", "bytes_per_s is False"),
+        ("900e9", "1e9\nlaunch_s = -1e-6", "launch_s is -1e-06"),
+        ('"16 GiB"', '"16 gigs"', "memory is '16 gigs'"),
+        ('"16 GiB"', '"16 kiB"', "memory is '16 kiB'"),
+        ('"16 GiB"', '"99999999999 TiB"', "memory is"),
+        ('"16 GiB"', "0", "memory is 0"),
+        ('"16 GiB"', "1.5", "memory is 1.5"),
+        ('"16 GiB"', "[]", r"memory is \[\]"),
+        ('"16 GiB"', '"16 GiB"\nmeasured = 1', "measured is 1"),
+        ("[links.within]", "[links]", "'latency_s' is not known here"),
+        ("[links.within]", "[links.inside]", "'inside' is not known here"),
+        (SMALL[SMALL.index("[links") :], "[links]\nwithin = 1", "within is 1"),
+        (SMALL[SMALL.index("[[dev") :], 'links = 1\ndevices = [{ name = "x" }]', "node is missing"),
+        ("latency_s = 1e-5", "", "latency_s is missing"),
+        ("1e-5", "-1", "latency_s is -1.0"),
+        ("12e9", "0.5", "bytes_per_s is 0.5"),
+        ("12e9", "12e9\nspeed = 1", "'speed' is not known here"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(old: str, new: str, what: str) -> None:
+    assert old in SMALL
+    with pytest.raises(ClusterError, match=what) as refusal:
+        parse_cluster(SMALL.replace(old, new, 1), "mine.toml")
+    assert refusal.value.where.startswith("mine.toml")
+    assert refusal.value.do
+
+
+MEASURED = '[[devices.measured]]\ncall = "f()"\nforward = [[1.0, 2.0]]\n'
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        (MEASURED.replace("call", "cell"), "'cell' is not known here"),
+        (MEASURED.replace('"f()"', '""'), "needs a call and a time"),
+        (MEASURED.replace("[[1.0, 2.0]]", "[]"), "needs a call and a time"),
+        (MEASURED.replace("[[1.0, 2.0]]", "1"), "forward is 1"),
+        (MEASURED.replace("[[1.0, 2.0]]", "[[1.0]]"), r"forward is \[1.0\]"),
+        (MEASURED.replace("[[1.0, 2.0]]", "[1.0]"), "forward is 1.0"),
+        (MEASURED.replace("2.0", "'x'"), "forward is 'x'"),
+        (MEASURED.replace("2.0", "nan"), "a time in seconds is nan"),
+        (MEASURED.replace("1.0", "1.5"), "a fraction is 1.5"),
+        (MEASURED.replace("[1.0, 2.0]", "[1.0, 2.0], [1.0, 3.0]"), "measured twice"),
+        (MEASURED + MEASURED, "a call was measured twice"),
+    ],
+)
+def test_measurements_that_cannot_be_used_are_refused(more: str, what: str) -> None:
+    with pytest.raises(ClusterError, match=what) as refusal:
+        parse_cluster(SMALL.replace("[links.within]", more + "[links.within]"), "mine.toml")
+    assert refusal.value.where.startswith("mine.toml, devices 1")
+    assert refusal.value.do
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ("collectives = 1\n", "collectives is 1"),
+        ("[collectives.all_gather]\npaded = {}\n", "'paded' is not known here"),
+        ("[collectives.allgather]\n", "'allgather' is not known here"),
+        ("[collectives]\nall_gather = 1\n", "all_gather is 1"),
+        ("[collectives.all_gather]\npadded = 1\n", "padded is 1"),
+        ("[collectives.all_gather]\npadded = { latency_s = 1 }\n", "bytes_per_s is missing"),
+        ("[collectives.all_gather]\npadded = { latency_s = 1, bytes_per_s = inf }\n", "bytes_per_s is inf"),
+    ],
+)
+def test_collectives_that_cannot_be_used_are_refused(more: str, what: str) -> None:
+    text = more + SMALL if more.startswith("collectives") else SMALL + more
+    with pytest.raises(ClusterError, match=what) as refusal:
+        parse_cluster(text, "mine.toml")
+    assert refusal.value.do
+
+
+def test_unknown_keys_are_guessed() -> None:
+    with pytest.raises(ClusterError, match="did you mean memory") as refusal:
+        parse_cluster(SMALL.replace("memory", "memry"), "mine.toml")
+    assert refusal.value.where == "mine.toml, devices 1"
+    with pytest.raises(ClusterError, match="did you mean padded"):
+        parse_cluster(SMALL + "[collectives.all_gather]\npaded = {}\n")
+
+
+def test_links_that_are_used_must_be_given() -> None:
+    with pytest.raises(ClusterError, match="between is missing"):
+        parse_cluster(SMALL.replace('"box"', '"box"\nnodes = 2'))
+    with pytest.raises(ClusterError, match="within is missing"):
+        parse_cluster(SMALL.replace('"box"', '"box"\ncount = 2').replace("within", "between"))
+    with pytest.raises(ClusterError, match="links is missing"):
+        parse_cluster(SMALL[: SMALL.index("[links")].replace('"box"', '"box"\ncount = 2'))
+    with pytest.raises(ClusterError, match="within is missing"):
+        parse_cluster(SMALL[: SMALL.index("[links")] + "[links]\n")
+    lone = parse_cluster(SMALL.replace('"box"', '"box"\nnodes = 2').replace("within", "between"))
+    assert lone.within == lone.between
+
+
+def test_links_are_a_table() -> None:
+    with pytest.raises(ClusterError, match="links is 1"):
+        parse_cluster("links = 1\n" + SMALL[: SMALL.index("[links")])
+
+
+def test_too_many_devices() -> None:
+    with pytest.raises(ClusterError, match="120,000 devices are too many"):
+        cluster(kind(nodes=60_000, count=2))
+    assert cluster(kind(nodes=32_768, count=2)).devices == 65_536
+
+
+def test_no_devices() -> None:
+    with pytest.raises(ClusterError, match="no devices"):
+        parse_cluster('name = "empty"')
+    with pytest.raises(ClusterError, match="no devices"):
+        cluster()
+
+
+def test_nodes_that_do_not_fit_together() -> None:
+    with pytest.raises(ClusterError, match="share node 'box' disagree"):
+        cluster(kind(nodes=2), kind("t4", nodes=3))
+    with pytest.raises(ClusterError, match="two nodes are called 'box-1'"):
+        cluster(kind(nodes=2), kind("t4", "box-1"))
+
+
+def test_clusters_made_by_hand_are_checked_too() -> None:
+    link = Link(0, 1e9)
+    with pytest.raises(ClusterError, match="'all_reduce' by 'padded' cannot be measured"):
+        replace(cluster(kind()), collectives=(("all_reduce", "padded", link),))
+    with pytest.raises(ClusterError, match="collective was measured twice"):
+        replace(cluster(kind()), collectives=(("all_reduce", "ring", link),) * 2)
+    with pytest.raises(ClusterError, match="flops_per_s is given for 'f32', 'f32'"):
+        replace(kind(), flops_per_s=(("f32", 1.0), ("f32", 2.0)))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"no cluster 'hap64'.*\n.*did you mean hap-64"):
+        load_cluster("hap64")
+    for spec in (tmp_path, tmp_path / "none.toml", "a\0b", "x" * 10_000):
+        with pytest.raises(ClusterError) as refusal:
+            load_cluster(spec)
+        assert refusal.value.do
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ClusterError, match="not a file"):
+        load_cluster(tmp_path / "pipe.toml")
+    (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
+    with pytest.raises(ClusterError, match="cannot be read"):
+        load_cluster(tmp_path / "latin.toml")
+    with (tmp_path / "large.toml").open("wb") as large:
+        large.truncate(2**30)
+    with pytest.raises(ClusterError, match="larger than"):
+        load_cluster(tmp_path / "large.toml")
