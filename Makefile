@@ -26,6 +26,7 @@ format: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/algebra.py
+	@$(BIN)/python benchmarks/planner.py
 
 docs: $(READY)
 	@$(BIN)/python docs/generate.py

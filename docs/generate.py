@@ -1,4 +1,4 @@
-"""Write the generated docs: rules.md from the table, coverage.md and benchmarks.md from benchmark results.
+"""Write the generated docs: rules.md from the table, coverage.md, benchmarks.md and planning.md from benchmark results.
 
 python docs/generate.py
 """
@@ -6,6 +6,7 @@ python docs/generate.py
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +126,196 @@ def benchmarks_page(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def planning_page(speed: dict[str, Any], quality: dict[str, Any]) -> str:
+    return "\n".join(
+        [
+            NOTE,
+            "# Planning: how long it takes and what it gains\n",
+            *_speed(speed),
+            *_depth(speed),
+            *_devices(speed),
+            *_peers(speed),
+            *_quality(quality),
+        ]
+    )
+
+
+def _made_by(data: dict[str, Any]) -> str:
+    about = data["about"]
+    return (
+        f"`{about['command']}`, commit {about['commit']}, torch {about['torch']}, {about['machine']}; "
+        f"{data['wall_s'] / 60:.0f} min in all"
+    )
+
+
+def _met(yes: bool) -> str:
+    return "met" if yes else "**not met**"
+
+
+def _speed(data: dict[str, Any]) -> list[str]:
+    goals, met = data["goals"], data["met"]
+    lines = [
+        "## Seconds, as ratios to `torch.export`\n",
+        f"{_made_by(data)}; medians of shuffled repetitions, each beside an export of the same model in the same "
+        "process. *One search* goes from rule book to proven optimum with nothing remembered; the *whole answer* has "
+        "all candidates, shares, simulation and the step without each device.\n",
+        f"Goals: one search at most {goals['search']}× ({_met(met['search'])}), the whole answer at most "
+        f"{goals['whole']:g}× ({_met(met['whole'])}), gap 0 everywhere ({_met(met['gap'])}).\n",
+        "| model | cluster | batch | nodes | export | one search | ratio | gap | states | expanded | whole answer "
+        "| ratio | searches |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in data["cases"]:
+        middle, ratio, search = case["median_s"], case["ratio"], case["search"]
+        kind = "" if case["dtype"] == "f32" else f", {case['dtype']}"
+        lines.append(
+            f"| `{case['model']}` | `{case['cluster']}` | {case['batch']:,}{kind} | {case['nodes']:,} "
+            f"| {middle['export']:.2f} s | {middle['search']:.3f} s | {ratio['search']:.2f} | {search['gap']:.2g} "
+            f"| {search['states']:,} | {search['expanded']:,} | {middle['whole']:.2f} s | {ratio['whole']:.2f} "
+            f"| {case['whole']['searches']} |"
+        )
+    return [*lines, ""]
+
+
+def _depth(data: dict[str, Any]) -> list[str]:
+    cases, grown = data["depth"], data["growth"]
+    lines = [
+        "### Depth\n",
+        f"From first to last row export grows {grown['export']:.1f}-fold and one search {grown['search']:.1f}-fold;"
+        f" goal: no more than export ({_met(data['met']['depth'])}).\n",
+        "| model | nodes | export | one search | ratio | gap | states | parts remembered |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{case['model']}` | {case['nodes']:,} | {case['median_s']['export']:.2f} s "
+        f"| {case['median_s']['search']:.3f} s | {case['ratio']['search']:.2f} | {case['search']['gap']:.2g} "
+        f"| {case['search']['states']:,} | {case['search']['remembered']:,} |"
+        for case in cases
+    ]
+    return [*lines, ""]
+
+
+def _devices(data: dict[str, Any]) -> list[str]:
+    clusters = list(data["devices"][0]["on"])
+    lines = [
+        "### Devices\n",
+        f"The same model and the same batch of {data['devices'][0]['batch']:,} on larger and larger clusters; goal for "
+        f"one search: at most {data['goals']['devices']:g}× from first to last ({_met(data['met']['devices'])}).\n",
+        f"| model | | {' | '.join(f'`{name}`' for name in clusters)} | last / first |",
+        f"|---|---|{'---|' * len(clusters)}---|",
+    ]
+    for case in data["devices"]:
+        for part, said in (("search", "one search"), ("whole", "whole answer")):
+            seconds = " | ".join(f"{case['median_s'][f'{part} {name}']:.3f} s" for name in clusters)
+            lines.append(f"| `{case['model']}` | {said} | {seconds} | {case['ratio'][part]:.2f} |")
+    return [*lines, ""]
+
+
+def _peers(data: dict[str, Any]) -> list[str]:
+    lines = [
+        "### For scale\n",
+        "What others take. The task is not the same (equal devices only, and part of it is building the graph), nor is "
+        "the machine.\n",
+        "| who | what | seconds | |",
+        "|---|---|---|---|",
+    ]
+    for peer in data["peers"]:
+        seconds = ", ".join(f"{model} {taken}" for model, taken in peer["seconds"].items())
+        lines.append(f"| {peer['name']} | {peer['what']} | {seconds} | {peer['note']} |")
+    return [*lines, ""]
+
+
+def _quality(data: dict[str, Any]) -> list[str]:
+    rows = data["rows"]
+    planned = [row for row in rows if "error" not in row]
+    compared = [row for row in planned if row["over_classics"] is not None]
+    gained = [row for row in compared if not row["nothing_gained"]]
+    alone = [row for row in planned if row["over_classics"] is None]
+    over_dp = sorted(row["over_dp"] for row in planned if row["over_dp"] is not None)
+    over_classics = sorted(row["over_classics"] for row in compared)
+    unproven = sum(row["gap"] > 0 for row in planned)
+    return [
+        "## Predicted speed-up\n",
+        f"{_made_by(data)}. Every zoo model at its default size in float32 with AdamW; steps are predicted by the "
+        "event simulation, for the plan and for the classics alike.\n",
+        f"Of {len(rows)} cells, {len(rows) - len(planned)} fit in no way that was found, {len(alone)} fit only as "
+        f"planned here and in no classic way, {len(gained)} gain 1 % or more over the best classic that fits, and "
+        f"{len(compared) - len(gained)} gain nothing. Median {_middle(over_dp):.2f}× over the best of DP-EV and DP-CP "
+        f"(from {over_dp[0]:.2f}× to {over_dp[-1]:.2f}×), {_middle(over_classics):.2f}× over the best of all classics "
+        f"(from {over_classics[0]:.2f}× to {over_classics[-1]:.2f}×). Plans with a gap above 0: {unproven}.\n",
+        *_speed_ups(rows),
+        *_cells(rows),
+    ]
+
+
+def _middle(ordered: list[float]) -> float:
+    return ordered[len(ordered) // 2]
+
+
+def _speed_ups(rows: list[dict[str, Any]]) -> list[str]:
+    """A line per model: over data parallelism / over all classics."""
+    clusters = list(dict.fromkeys(row["cluster"] for row in rows))
+    batches = sorted({row["batch_per_device"] for row in rows})
+    cells = {(row["model"], row["cluster"], row["batch_per_device"]): row for row in rows}
+    lines = [
+        "Over the best of DP-EV and DP-CP / over the best of all classics (DP-EV, DP-CP, FSDP, tensor parallelism, one "
+        "device); *only* where nothing of that kind fits in memory, – where the plan does not either.\n",
+        "| model | a device | " + " | ".join(f"`{name}`" for name in clusters) + " |",
+        "|---|---|" + "---|" * len(clusters),
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for batch in batches:
+            told = " | ".join(_both(cells.get((model, cluster, batch), {"error": ""})) for cluster in clusters)
+            lines.append(f"| `{model}` | {batch} | {told} |")
+    return [*lines, ""]
+
+
+def _both(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return "–"
+    return " / ".join("*only*" if row[key] is None else f"{row[key]:.2f}×" for key in ("over_dp", "over_classics"))
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "### Every cell\n",
+        "*Nothing gained* is said, with its reason, where the best classic that fits comes within 1 % of the plan.\n",
+        "| model | cluster | a device | step | best classic | its step | devices used | gap | planned in "
+        "| nothing gained |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        head = f"| `{row['model']}` | `{row['cluster']}` | {row['batch_per_device']} "
+        if "error" in row:
+            lines.append(f"{head}| does not fit | | | | | {row['planning_s']:.1f} s | {row['error']} |")
+            continue
+        there = {name: seconds for name, seconds in row["baselines"].items() if seconds is not None}
+        best = min(there, key=lambda name: there[name], default="none fits")
+        lines.append(
+            f"{head}| {_seconds(row['step_s'])} | {best} | {_seconds(there[best]) if there else ''} "
+            f"| {', '.join(f'{count} {kind}' for kind, count in row['kinds_used'].items())} | {row['gap']:.2g} "
+            f"| {row['planning_s']:.1f} s | {row['nothing_gained']} |"
+        )
+    return [*lines, ""]
+
+
+def _seconds(taken: float) -> str:
+    return f"{taken * 1e3:.3g} ms" if taken < 1 else f"{taken:.3g} s"
+
+
 def main() -> None:
     (HERE / "rules.md").write_text(rules_page())
-    for name, page, source in (
-        ("coverage", coverage_page, "coverage"),
-        ("benchmarks", benchmarks_page, "algebra"),
-    ):
-        results = RESULTS / f"{source}.json"
-        if results.exists():
-            (HERE / f"{name}.md").write_text(page(json.loads(results.read_text())))
+    for name, page, sources in PAGES:
+        results = [RESULTS / f"{source}.json" for source in sources]
+        if all(path.exists() for path in results):
+            (HERE / f"{name}.md").write_text(page(*(json.loads(path.read_text()) for path in results)))
 
+
+PAGES: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
+    ("coverage", coverage_page, ("coverage",)),
+    ("benchmarks", benchmarks_page, ("algebra",)),
+    ("planning", planning_page, ("planner", "quality")),
+)
 
 if __name__ == "__main__":
     main()

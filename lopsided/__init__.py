@@ -2,13 +2,20 @@
 
 The line, each room importing only from rooms before it (docs/index.md):
 
-    capture(model, batch) → Graph → derive_rules → RuleBook → random_program → Program → simulate → loss and gradients
+    capture(model, batch) → Graph → derive_rules → RuleBook → search → Program → balance → Shares → Plan
+                                                                 └─▶ simulate → loss and gradients
+
+`plan` is all of the first row.
 """
 
 from lopsided.capture import capture
+from lopsided.cluster import Cluster, load_cluster
 from lopsided.errors import LopsidedError
 from lopsided.graph import Graph, parse_graph
-from lopsided.placement import Placement
+from lopsided.placement import Placement, Shares
+from lopsided.plan import Plan
+from lopsided.planfile import load_plan, save_plan
+from lopsided.planner import plan
 from lopsided.program import Program, check_program, parse_program
 from lopsided.rules import RuleBook, derive_rules
 from lopsided.sample import random_program
@@ -16,20 +23,27 @@ from lopsided.simulate import Simulation, one_device, simulate
 from lopsided.verify import Verification, verify
 
 __all__ = [
+    "Cluster",
     "Graph",
     "LopsidedError",
     "Placement",
+    "Plan",
     "Program",
     "RuleBook",
+    "Shares",
     "Simulation",
     "Verification",
     "capture",
     "check_program",
     "derive_rules",
+    "load_cluster",
+    "load_plan",
     "one_device",
     "parse_graph",
     "parse_program",
+    "plan",
     "random_program",
+    "save_plan",
     "simulate",
     "verify",
 ]

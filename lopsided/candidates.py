@@ -11,20 +11,21 @@ methods is one way to make some:
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lopsided.classics import batch_dims, data_parallel, leaves_batch_whole, stored_cut
+from lopsided.classics import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
 from lopsided.cluster import Cluster
 from lopsided.cost import Costs, Optimizer, Scale
 from lopsided.errors import DoesNotFitError
 from lopsided.graph import Graph, Leaf, Node
-from lopsided.memory import Holding, bytes_per_kind, describe_excess, holdings
+from lopsided.memory import Holding, bytes_per_kind, check_fits, holdings
 from lopsided.notation import Rule
 from lopsided.placement import I, Placement, Shares
-from lopsided.prices import SharePrices
+from lopsided.prices import NOTHING_HIDDEN, Hidden, Saves, SharePrices
 from lopsided.program import Program, Step
 from lopsided.rules import RuleBook
 from lopsided.schedule import Schedule, lay_out
@@ -37,9 +38,9 @@ from lopsided.timeline import Timeline, run
 MEMORY_IN_USE = 0.92
 """How much of a device's memory a plan may fill: the rest is the driver's, the allocator's and the library's."""
 
-_ROUNDS = 3  # of search and balance in turn, from one seed
-_CHEAPEST, _DEAREST = 1e-3, 1e3  # prices of memory: how many times its work a device's whole memory is worth
-_HALVINGS = 6  # of what lies between them
+_ROUNDS = 2  # of search and balance in turn, after the first from a seed
+_CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
+_HALVINGS = 5  # of what lies between them
 _REMEMBERED = 8  # programs laid out
 _BETTER = 1 - 1e-3  # by less than this, another pair is not worth the change
 
@@ -111,8 +112,13 @@ def speed_dtype(graph: Graph) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype], default="f32")
 
 
-def per_device(cluster: Cluster, weights: tuple[float, ...]) -> tuple[float, ...]:
-    """Shares proportional to a weight per kind."""
+def _seed(cluster: Cluster, weights: Sequence[float]) -> Shares:
+    """Work shares proportional to a weight per kind. State shares are equal to begin with: who gathers, pads."""
+    equal = _per_device(cluster, [1.0 for _ in cluster.kinds])
+    return Shares(_per_device(cluster, weights), named=((STATE, equal),))
+
+
+def _per_device(cluster: Cluster, weights: Sequence[float]) -> tuple[float, ...]:
     total = sum(kind.devices * weight for kind, weight in zip(cluster.kinds, weights, strict=True))
     return tuple(
         weight / total for kind, weight in zip(cluster.kinds, weights, strict=True) for _ in range(kind.devices)
@@ -137,10 +143,13 @@ class Workshop:
         self.memory_price, self.regather = 0.0, False  # at which the last search that was short of memory ended
         self.tried: list[Candidate] = []  # until one fits
         self.searched: list[Found] = []
+        self.plain: tuple[tuple[str, Program, bool], ...] = ()
+        self.last_hidden: Hidden | None = None  # the estimate that led to the best program
         self.log: list[str] = []
         self._costs: dict[str, Costs] = {}
         self._ideal: dict[str, float] = {}
         self._laid: dict[tuple[str, int, bool], Laid] = {}
+        self._saved: Saves = {}
 
     @property
     def chosen(self) -> Candidate:
@@ -150,9 +159,8 @@ class Workshop:
         # The one that comes nearest tells best what is missing.
         nearest = min(self.tried, key=_excess)
         held = holdings(nearest.program, self.optimizer, regather=nearest.regather, devices=nearest.on.devices)
-        error = describe_excess(held, Scale(nearest.on, nearest.shares))
-        assert error is not None, "what does not fit has an excess"
-        raise error
+        check_fits(held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on))
+        return nearest
 
     # Judging
 
@@ -189,13 +197,13 @@ class Workshop:
         return self._laid[key]
 
     def equal(self, on: Cluster) -> Shares:
-        return Shares(per_device(on, (1.0,) * len(on.kinds)))
+        return _seed(on, [1.0 for _ in on.kinds])
 
     def by_speed(self, on: Cluster) -> Shares:
-        return Shares(per_device(on, tuple(kind.flops(self.dtype) for kind in on.kinds)))
+        return _seed(on, [kind.flops(self.dtype) for kind in on.kinds])
 
     def by_memory(self, on: Cluster) -> Shares:
-        return Shares(per_device(on, tuple(float(kind.memory_bytes) for kind in on.kinds)))
+        return _seed(on, [float(kind.memory_bytes) for kind in on.kinds])
 
     # Making
 
@@ -213,22 +221,31 @@ class Workshop:
         whole = one_device(self.graph)
         singles = [self.judge("single", part, whole, Shares((1.0,)), False) for part in _single_devices(on)]
         yield min(singles, key=lambda single: (not single.fits, single.step_s))
+        # Not what anyone has, but what the classics could be with the right shares.
+        self.plain = (("dp balanced", program, False), ("zero balanced", cut, False), ("zero balanced", cut, True))
         if on.devices > 1:
-            # Not what anyone has, but what the classics could be with the right shares.
-            for name, classic, regather in (("dp", program, False), ("zero", cut, False), ("zero", cut, True)):
-                self.balanced(f"{name} balanced", on, classic, self.by_speed(on), regather)
+            list(self.plain_balanced(on))
+
+    def plain_balanced(self, on: Cluster) -> Iterator[Candidate]:
+        """Data parallelism and ZeRO with the best shares for them."""
+        for name, program, regather in self.plain:
+            made = self.balanced(name, on, program, self.by_speed(on), regather)
+            if made is not None:
+                yield made
 
     def search(
         self,
         on: Cluster,
         shares: Shares,
         *,
-        hidden: float = 0.0,
+        hidden: Hidden = NOTHING_HIDDEN,
         byte_s: tuple[float, ...] = (),
         regather: bool = False,
         allowed: Callable[[Node, Rule], bool] | None = None,
     ) -> Found:
-        prices = SharePrices(self.costs(on), Scale(on, shares), hidden=hidden, byte_s=byte_s, regather=regather)
+        prices = SharePrices(
+            self.costs(on), Scale(on, shares), hidden=hidden, byte_s=byte_s, regather=regather, saves=self._saved
+        )
         found = search(
             self.book,
             prices,
@@ -259,25 +276,30 @@ class Workshop:
             return None
         return self.judge(name, on, program, shares, regather, found)
 
-    def fitting(self, name: str, on: Cluster, shares: Shares, hidden: float) -> Candidate | None:
+    def fitting(self, name: str, on: Cluster, shares: Shares, hidden: Hidden) -> Candidate | None:
         """One search and one balance. Where memory is short, at the lowest price for holding bytes at which all fits.
 
         That price, once found, is where the next search begins.
         """
-        made, short = self._found(name, on, shares, hidden, self.memory_price, self.regather)
-        if made.fits and (self.memory_price or not short):
-            return made
-        best = made if made.fits else None
+        best: Candidate | None = None
+        for dearer in (1, 2, 4, 8) if self.memory_price else (0,):
+            made, short = self._found(name, on, shares, hidden, dearer * self.memory_price, self.regather)
+            if made.fits and (dearer or not short):
+                return made
+            best = made if made.fits else best
         for regather in (False, True):
             # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
             least, _ = self._found(name, on, shares, hidden, _DEAREST, regather)
             if least.fits:
-                found = self._cheapest_that_fits(least, shares, hidden)
+                found = self._cheapest_that_fits(least, shares, hidden, natural=best is not None)
                 return found if best is None or found.beats(best) else best
         return best
 
-    def _cheapest_that_fits(self, least: Candidate, shares: Shares, hidden: float) -> Candidate:
-        """Between a price of memory at which all fits and none: halved, in powers, a few times."""
+    def _cheapest_that_fits(self, least: Candidate, shares: Shares, hidden: Hidden, natural: bool) -> Candidate:
+        """Between a price of memory at which all fits and none: halved, in powers, a few times.
+
+        With any shares, or, where that is so without a price, with those that suit the work (`natural`).
+        """
         best, low, high = least, math.log(_CHEAPEST), math.log(_DEAREST)
         for _ in range(_HALVINGS):
             if not self.limits.left_s:
@@ -286,14 +308,14 @@ class Workshop:
             made, short = self._found(least.name, least.on, shares, hidden, math.exp(middle), least.regather)
             if made.beats(best):
                 best, self.memory_price, self.regather = made, math.exp(middle), least.regather
-            if short:
+            if short if natural else not made.fits:
                 low = middle
             else:
                 high = middle
         return best
 
     def _found(
-        self, name: str, on: Cluster, shares: Shares, hidden: float, memory_price: float, regather: bool
+        self, name: str, on: Cluster, shares: Shares, hidden: Hidden, memory_price: float, regather: bool
     ) -> tuple[Candidate, bool]:
         """One search at a price of memory and the best shares for what it finds; and whether memory is short of that.
 
@@ -307,32 +329,63 @@ class Workshop:
         both = [as_is, made] if made else [as_is]
         return min(both, key=lambda candidate: (not candidate.fits, candidate.step_s)), not as_is.fits
 
-    def improve(self, on: Cluster) -> None:
-        """Search and balance in turn, from several seeds."""
-        seen: list[Program] = []
-        for seed, shares in self._seeds(on):
-            hidden, last = 0.0, math.inf
-            said = []
+    def improve(self, on: Cluster, *, seeds: int = 3) -> None:
+        """Search and balance in turn, from several seeds: shares to begin with, and how much computation may hide.
+
+        What is hidden is not a sum and so has no price. Three estimates are tried with the first shares: nothing is,
+        gathering ahead of use is, or as much as the work would cover.
+        """
+        known: list[Program] = []
+        hidden = self.last_hidden
+        for number, (seed, shares) in enumerate(itertools.islice(self._seeds(on), seeds)):
+            tries = [NOTHING_HIDDEN, Hidden(0.9, 0.0), None] if number == 0 and hidden is None else [hidden]
+            said: list[str] = []
+            best: Candidate | None = None
+            for estimate in tries:
+                made = self._turn(f"from {seed}", on, shares, estimate or self._covered(best), known, said)
+                if made is not None and made.fits and (best is None or made.step_s < best.step_s):
+                    best, hidden = made, estimate or self._covered(best)
             for _ in range(_ROUNDS):
-                if not self.limits.left_s:
-                    said.append("out of time")
+                if best is None:
                     break
-                made = self.fitting(f"{on.name} from {seed}", on, shares, hidden)
-                if made is None:
-                    said.append("does not fit")
+                again = self._turn(f"from {seed}", on, best.shares, hidden or NOTHING_HIDDEN, known, said)
+                if again is None or not again.beats(best):
                     break
-                said.append(f"{made.step_s * 1e3:.4g} ms")
-                if made.program in seen:
-                    said.append("a program seen before")
-                    break
-                seen.append(made.program)
-                if made.step_s >= last * _BETTER:
-                    said.append("no better")
-                    break
-                last, shares = made.step_s, made.shares
-                timeline = made.timeline
-                hidden = timeline.hidden_s / timeline.hiding_s if timeline.hiding_s else 0.0
+                best = again
             self.log.append(f"{_said(on)} from {seed}: {', '.join(said)}")
+        self.last_hidden = hidden
+
+    def _turn(
+        self, name: str, on: Cluster, shares: Shares, hidden: Hidden, known: list[Program], said: list[str]
+    ) -> Candidate | None:
+        """One search and one balance; None if it comes to nothing new. Says what came of it."""
+        if not self.limits.left_s:
+            said.append("out of time")
+            return None
+        made = self.fitting(name, on, shares, hidden)
+        if made is None:
+            said.append("does not fit")
+        elif made.program in known:
+            said.append(f"{made.step_s * 1e3:.4g} ms again")
+            return None
+        else:
+            known.append(made.program)
+            said.append(f"{made.step_s * 1e3:.4g} ms")
+        return made
+
+    def _covered(self, candidate: Candidate | None) -> Hidden:
+        """What computation like this candidate's would cover if all parameters were gathered, and all synchronised."""
+        if candidate is None:
+            return NOTHING_HIDDEN
+        network = self.costs(candidate.on).network
+        size = sum(leaf.value.bytes for leaf in self.graph.parameters if leaf.value.grad)
+        gathering, summing = (network.best(c, size).seconds(size) for c in ("all_gather", "all_reduce"))
+        # The backward pass computes twice what the forward pass does.
+        forward_s = candidate.timeline.critical.compute_s / 3
+        return Hidden(
+            min(forward_s / gathering, 1.0) if gathering else 0.0,
+            min(2 * forward_s / summing, 1.0) if summing else 0.0,
+        )
 
     def _seeds(self, on: Cluster) -> Iterator[tuple[str, Shares]]:
         seeds = [("shares by speed", self.by_speed(on))]

@@ -1,4 +1,4 @@
-"""The command line: the only place that prints.
+"""The command line: with `cli_plan`, which has the commands about plans, the only place that prints.
 
 `main` turns every `LopsidedError` into a short message and an exit status: 2 for what the user gave, 1 for a check that
 failed. `-v` shows the traceback as well.
@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch.nn.parameter import is_lazy
 
+from lopsided import cli_plan
 from lopsided.capture import capture
 from lopsided.errors import InputError, LopsidedError, ModelError, NotationError, SharesError
 from lopsided.graph import Graph
@@ -39,6 +40,7 @@ from lopsided.rules import RuleBook, derive_rules, describe_call
 from lopsided.sample import random_program
 from lopsided.samples import known_reason, sampled_ops, samples_of
 from lopsided.simulate import one_device, simulate
+from lopsided.terminal import AsJson, Batch, Model, Verbose, err, is_verbose, load_shapes, out
 from lopsided.validate import Finding, as_call, validate
 from lopsided.verify import Verification, compare, suspects, verify
 from lopsided.widen import TOLERANCE, in_float64
@@ -46,34 +48,17 @@ from lopsided.widen import TOLERANCE, in_float64
 app = typer.Typer(
     name="lopsided",
     help="Distribute an ordinary PyTorch model over devices that are not alike: capture it, derive the ways to cut it, "
-    "and prove on imaginary devices that each computes what one device does.",
+    "prove on imaginary devices that each computes what one device does, and plan the fastest for yours.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-out = Console(highlight=False, soft_wrap=True, emoji=False)
-err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-_verbose = False
-
-
-def _set_verbose(value: bool) -> bool:
-    global _verbose
-    _verbose = _verbose or value
-    return value
-
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A zoo name with sizes (gpt2:layers=2,width=64), file.py:function, package.module:function, "
-        "or hf:ClassName:key=value"
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Batch = Annotated[int | None, typer.Option(help="Samples in a batch.", min=1)]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose, help="Show tracebacks.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+app.command("plan")(cli_plan.plan_command)
+app.command("show")(cli_plan.show_command)
+app.command("diff")(cli_plan.diff_command)
+app.command("clusters")(cli_plan.clusters_command)
 
 
 def main() -> NoReturn:
@@ -83,7 +68,7 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     except LopsidedError as error:
-        if _verbose:
+        if is_verbose():
             err.print_exception()
         if "--json" in sys.argv:
             told = {"error": type(error).__name__, "what": error.what, "where": error.where, "do": error.do}
@@ -92,7 +77,7 @@ def main() -> NoReturn:
         sys.exit(2 if isinstance(error, InputError) else 1)
     except Exception as error:
         # Not one of ours: a mistake of this program, or of a model in a place we did not expect.
-        if _verbose:
+        if is_verbose():
             err.print_exception()
         err.print(escape(f"{type(error).__name__}: {error}"))
         err.print("  do      run it again with -v for the traceback; if the fault is not in the model, report it")
@@ -112,7 +97,7 @@ def capture_command(
     verbose: Verbose = False,
 ) -> None:
     """Capture a model as one graph, and print it."""
-    module, data = _load_shapes(model, batch)
+    module, data = load_shapes(model, batch)
     started = time.perf_counter()
     graph = capture(module, data)
     captured_s = time.perf_counter() - started
@@ -128,17 +113,6 @@ def capture_command(
     words = ", ".join(f"{facts[key]:,} {key}" for key in ("nodes", "parameters", "rules"))
     out.print(f"{words}; fingerprint {graph.fingerprint}; captured in {captured_s:.2f} s")
     _say_experiments(book)
-
-
-def _load_shapes(model: str, batch: int | None) -> tuple[torch.nn.Module, Any]:
-    """Capturing needs shapes only: a model of any size is built without memory, if its code allows that."""
-    try:
-        with torch.device("meta"):
-            return load(model, batch=batch)
-    except ModelError as error:
-        if error.__cause__ is None:  # the name is wrong, not the model's code
-            raise
-        return load(model, batch=batch)
 
 
 def _graph_facts(graph: Graph, book: RuleBook) -> dict[str, Any]:

@@ -2,16 +2,18 @@
 
 In: a `Plan`. Out: `Row`s (`listing`) and `DeviceRow`s (`device_rows`), plain data that the command line prints.
 
-    h = linear(x: S0, up.weight: I→R)  : S0        compute 9.60 us, hides all_reduce ring 5.29 us
+    h = linear(x: S0, up.weight, bias: I→R) : S0        compute 9.60 µs, hides all_reduce ring 5.29 µs
 
-The one idea: two steps are alike if they make the same call by the same rule, convert the same way and send the same.
-Steps become numbers, and a repeated layer is a stretch of numbers that equals the next stretch (`repeats`). For each
-period the stretches are found in one pass, so that this takes nodes × the longest period.
+The one idea: two steps are alike if they make the same call by the same rule, with parameters stored alike, and send
+the same (what the first layer converts for nothing, the others find there). Steps become numbers, and a repeated layer
+is a stretch of numbers that equals the next stretch (`repeats`). For each period the stretches are found in one pass,
+so that this takes nodes × the longest period.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lopsided.cost import Costs, Scale, Transfer, conversion, cut_of, optimizer_named
-from lopsided.graph import Graph, Leaf, Node
+from lopsided.graph import Leaf, Node
 from lopsided.placement import Placement
 from lopsided.plan import Plan
 from lopsided.program import Chain, Program
@@ -31,8 +33,8 @@ LONGEST_PERIOD = 512
 """In nodes: the layers of large models have some 40, and what repeats may be two or three layers."""
 
 _LEAST_SAVED = 4
-_LEAST_SAVED_UNNAMED = 8
-"""Rows that a fold must spare; more where the modules have no numbers, and it may be chance."""
+_LEAST_SAVED_UNNAMED = 12
+"""Rows that a fold must spare; more where it does not follow the numbers of modules, and may be chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,9 @@ def listing(plan: Plan, *, fold: bool = True) -> tuple[Row, ...]:
     """The rows of a plan's program: every step, the conversions at its end, and the optimizer."""
     priced = _Priced(plan)
     rows, keys = [], []
-    for number, row in priced.steps():
+    for key, row in priced.steps():
         rows.append(row)
-        keys.append((number, row.sends))
+        keys.append(key)
     found: list[Row] = []
     position = 0
     for repeat in repeats(keys, [step.node.source.module for step in plan.program.steps]) if fold else ():
@@ -116,7 +118,7 @@ class _Priced:
         self.optimizer_name = plan.optimizer
 
     def steps(self) -> Iterator[tuple[Hashable, Row]]:
-        """A row for every step, and what its call, rule and conversions are."""
+        """A row for every step, and what makes steps alike."""
         for step in self.program.steps:
             node, rule = step.node, step.rule
             sends = [
@@ -130,16 +132,12 @@ class _Priced:
             compute_s = max(
                 there.at(f) + back.at(f) for there, back, f in zip(cost.forward, cost.backward, fractions, strict=True)
             )
-            operands = [
-                f"{self._operand(name, node)}: {_arrows(chain)}"
-                for name, chain in zip(node.operands, step.chains, strict=True)
-            ]
+            call = f"{short_op(node.op)}({self._operands(node, step.chains)})"
             how = "" if rule.how == "plain" else f" [{rule.how}]"
-            text = f"{_results(node)} = {short_op(node.op)}({', '.join(operands)}) : {_gives(rule.gives)}{how}"
-            yield (
-                (self.costs.number(node), rule, step.chains),
-                Row(text, node.source.module, compute_s, merged(sends)),
-            )
+            text = f"{_results(node)} = {call} : {_gives(rule.gives)}{how}"
+            stored = tuple(c for n, c in zip(node.operands, step.chains, strict=True) if n in self.parameters)
+            row = Row(text, node.source.module, compute_s, merged(sends))
+            yield (self.costs.number(node), rule, stored, row.sends), row
 
     def ends(self) -> Iterator[Row]:
         """The loss and the buffers, which become whole."""
@@ -187,9 +185,23 @@ class _Priced:
         seconds = way.seconds(size, largest) - way.latency_s + latency_s
         return Send(transfer.collective, way.implementation, seconds, transfer.hides)
 
-    def _operand(self, name: str, node: Node) -> str:
+    def _operands(self, node: Node, chains: Sequence[Chain]) -> str:
+        """Operands with their placements. Neighbours with the same one share it, and a module they both belong to."""
+        pairs = zip(map(self._operand, node.operands), chains, strict=True)
+        texts = []
+        for chain, group in itertools.groupby(pairs, key=lambda pair: pair[1]):
+            names: list[str] = []
+            owner = ""
+            for name, _ in group:
+                module, _, last = name.rpartition(".")
+                names.append(last if module and module == owner else name)
+                owner = module
+            texts.append(f"{', '.join(names)}: {_arrows(chain)}")
+        return ", ".join(texts)
+
+    def _operand(self, name: str) -> str:
         leaf = self.leaves.get(name)
-        return _short(name) if leaf is None else short_target(leaf, node.source.module)
+        return _short(name) if leaf is None else short_target(leaf)
 
 
 def merged(sends: Iterable[Send]) -> tuple[Send, ...]:
@@ -219,11 +231,12 @@ def _short(name: str) -> str:
     return name.replace("scaled_dot_product_attention", "attention")
 
 
-def short_target(leaf: Leaf, module: str) -> str:
-    """A leaf's name as seen from a module: what it is called there, or else the end of its name."""
-    if module and leaf.target.startswith(f"{module}."):
-        return leaf.target[len(module) + 1 :]
-    return ".".join(leaf.target.split(".")[-2:]) or leaf.value.name
+def short_target(leaf: Leaf) -> str:
+    """The end of a leaf's name: what it is, and of what."""
+    parts = leaf.target.split(".")
+    # A number says nothing without what it counts.
+    kept = next((k for k in range(2, len(parts)) if not parts[-k].isdigit()), len(parts))
+    return ".".join(parts[-kept:]) or leaf.value.name
 
 
 def _results(node: Node) -> str:
@@ -256,6 +269,11 @@ def pattern_of(names: Sequence[str]) -> str:
     return "".join(column[0] if len({*column}) == 1 else "*" for column in zip(*split, strict=True))
 
 
+def skeleton(name: str) -> str:
+    """A name without its numbers: equal for names that `pattern_of` can put into one."""
+    return _NUMBERS.sub("*", name)
+
+
 def ranged(names: Sequence[str]) -> str:
     """What numbered modules have in common, with the range of their first number that differs.
 
@@ -280,8 +298,10 @@ def seconds_text(seconds: float) -> str:
     >>> [seconds_text(s) for s in (0.0, 3.21e-7, 0.0123, 1.5, 321.0)]
     ['0', '0.3 µs', '12.3 ms', '1.50 s', '321 s']
     """
-    if seconds == 0:
+    if abs(seconds) < 1e-12:
         return "0"
+    if not math.isfinite(seconds):
+        return "–"
     # At the edges of a unit as it will be rounded: 999.96 µs is 1.00 ms.
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= 0.9995 * unit:
@@ -368,9 +388,7 @@ def _aligned(items: NDArray[np.int64], repeat: Repeat, modules: Sequence[str]) -
         for each in turned:
             if each.times == times - fewer >= 2 and _follows(each, modules):
                 return each
-    named = modules[start] != modules[start + period]
-    spares = period * (times - 1)
-    return repeat if spares >= (_LEAST_SAVED if named else _LEAST_SAVED_UNNAMED) else None
+    return repeat if period * (times - 1) >= _LEAST_SAVED_UNNAMED else None
 
 
 def _follows(repeat: Repeat, modules: Sequence[str]) -> bool:
@@ -380,12 +398,15 @@ def _follows(repeat: Repeat, modules: Sequence[str]) -> bool:
     here: set[str] = set()
     there: set[str] = set()
     for a, b in zip(first, second, strict=True):
-        parts = list(zip(_NUMBERS.split(a), _NUMBERS.split(b), strict=False))
-        k = next((k for k, (x, y) in enumerate(parts) if x != y), None)
-        if k is not None:
-            prefix = "".join(x for x, _ in parts[:k])
-            here.add(prefix + parts[k][0])
-            there.add(prefix + parts[k][1])
+        if a == b:
+            continue
+        if skeleton(a) != skeleton(b):
+            return False
+        parts = list(zip(_NUMBERS.split(a), _NUMBERS.split(b), strict=True))
+        k = next(k for k, (x, y) in enumerate(parts) if x != y)
+        prefix = "".join(x for x, _ in parts[:k])
+        here.add(prefix + parts[k][0])
+        there.add(prefix + parts[k][1])
     return bool(here) and here.isdisjoint(there)
 
 
@@ -396,12 +417,15 @@ def _follows(repeat: Repeat, modules: Sequence[str]) -> bool:
 class DeviceRow:
     """Devices that the plan treats alike; numbers are those of one of them. Shares are empty for those left out."""
 
-    name: str
-    count: int
+    names: tuple[str, ...]
     shares: tuple[tuple[str, float], ...]
     memory_bytes: int
     limit_bytes: int
     without_s: float | None  # the step without one of them, if the plan knows
+
+    @property
+    def name(self) -> str:
+        return pattern_of(self.names)
 
 
 def device_rows(plan: Plan) -> tuple[DeviceRow, ...]:
@@ -415,20 +439,20 @@ def device_rows(plan: Plan) -> tuple[DeviceRow, ...]:
             k = position.get(name)
             own = () if k is None else tuple((by, fractions[k]) for by, fractions in shares)
             held = 0 if k is None else plan.memory_bytes[k]
-            row = DeviceRow("", 1, own, held, kind.memory_bytes, without.get(name))
+            row = DeviceRow((), own, held, kind.memory_bytes, without.get(name))
             groups.setdefault((start, row), []).append(name)
-    return tuple(replace(row, name=pattern_of(names), count=len(names)) for (_, row), names in groups.items())
+    return tuple(replace(row, names=tuple(names)) for (_, row), names in groups.items())
 
 
 def folded_seconds(named: Iterable[tuple[str, float]]) -> tuple[tuple[str, int, float], ...]:
     """Names that have the same seconds and differ in numbers only, as one: (pattern, how many, seconds)."""
     groups: dict[tuple[str, float], list[str]] = {}
     for name, seconds in named:
-        groups.setdefault((_NUMBERS.sub("*", name), seconds), []).append(name)
+        groups.setdefault((skeleton(name), seconds), []).append(name)
     return tuple((pattern_of(names), len(names), seconds) for (_, seconds), names in groups.items())
 
 
-def parameters_of(graph: Graph, program: Program) -> dict[str, Placement]:
+def parameters_of(program: Program) -> dict[str, Placement]:
     """How each parameter is stored, by its name in the model."""
     placed = dict(program.leaves)
-    return {leaf.target: placed[leaf.value.name] for leaf in graph.parameters}
+    return {leaf.target: placed[leaf.value.name] for leaf in program.graph.parameters}

@@ -65,7 +65,7 @@ def saved_by(graph: Graph, node: Node, rule: Rule) -> tuple[Holding, ...]:
     Named by the value whose memory it is. Several nodes may name the same (what, cut): it is held once. Parameters and
     what is fixed are held anyway, and not named.
     """
-    roots = _roots(graph)
+    roots = _sharing(graph).roots
     results = [value.name for value in node.results]
     copies = [*zip(node.operands, rule.needs, strict=True), *zip(results, rule.gives, strict=True)]
     anyway = {leaf.value.name for leaf in graph.parameters} | graph.fixed
@@ -125,7 +125,7 @@ class _Copies:
         parameters = {leaf.value.name for leaf in program.graph.parameters}
         of_parameters = [(value.name, to) for value, _, to in program.conversions() if value.name in parameters]
         self.held: set[_Copy] = {_whole_alike(copy) for copy in (*program.leaves, *of_parameters)}
-        views = _views(program.graph)
+        views = _sharing(program.graph).views
         for step in program.steps:
             if step.node.name in views:
                 whose = self.of(step.node.operands[0], step.rule.needs[0])
@@ -148,14 +148,34 @@ class _Copies:
         return Holding(value.name, use, value.bytes, cut_of(copy[1], value.shape))
 
 
-_SEEN: dict[int, tuple[weakref.ref[Graph], frozenset[str]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """Which values of a graph share memory: nodes whose results are views, and for each value whose memory it is."""
+
+    views: frozenset[str]
+    roots: Mapping[str, str]
 
 
-def _views(graph: Graph) -> frozenset[str]:
-    """The nodes whose results are their first operand's memory, remembered for each graph."""
+_SEEN: dict[int, tuple[weakref.ref[Graph], _Sharing]] = {}
+
+
+def _sharing(graph: Graph) -> _Sharing:
+    """Remembered for each graph that is alive."""
     seen = _SEEN.get(id(graph))
     if seen is not None and seen[0]() is graph:
         return seen[1]
+    for number in [number for number, (graph_of, _) in _SEEN.items() if graph_of() is None]:
+        del _SEEN[number]
+    views = _views(graph)
+    roots = {leaf.value.name: leaf.value.name for leaf in graph.leaves}
+    for node in graph.nodes:
+        for value in node.results:
+            roots[value.name] = roots[node.operands[0]] if node.name in views else value.name
+    _SEEN[id(graph)] = (weakref.ref(graph), _Sharing(views, roots))
+    return _SEEN[id(graph)][1]
+
+
+def _views(graph: Graph) -> frozenset[str]:
     known: dict[object, bool] = {}
     found = set()
     for node in graph.nodes:
@@ -166,20 +186,7 @@ def _views(graph: Graph) -> frozenset[str]:
             known[key] = bool(node.operands) and work_of(call).kernels[0] == 0
         if known[key]:
             found.add(node.name)
-    for number in [number for number, (graph_of, _) in _SEEN.items() if graph_of() is None]:
-        del _SEEN[number]
-    _SEEN[id(graph)] = (weakref.ref(graph), frozenset(found))
-    return _SEEN[id(graph)][1]
-
-
-def _roots(graph: Graph) -> Mapping[str, str]:
-    """For each value, the value whose memory it is on one device."""
-    views = _views(graph)
-    roots = {leaf.value.name: leaf.value.name for leaf in graph.leaves}
-    for node in graph.nodes:
-        for value in node.results:
-            roots[value.name] = roots[node.operands[0]] if node.name in views else value.name
-    return roots
+    return frozenset(found)
 
 
 # What is held
@@ -254,7 +261,7 @@ def _gathered(program: Program, regather: bool) -> Iterator[Holding]:
 def _working(program: Program, copies: _Copies, placed: Mapping[str, Placement], even: float) -> tuple[Holding, ...]:
     """Of the step that works with most."""
     parameters = {leaf.value.name for leaf in program.graph.parameters}
-    views = _views(program.graph)
+    views = _sharing(program.graph).views
     most = 0.0
     found: tuple[str, dict[Cut | None, int]] = (program.graph.loss, {})
     for step in program.steps:
@@ -293,12 +300,18 @@ def _parts_at_work(
 # What does not fit
 
 
-def describe_excess(held: Sequence[Holding], scale: Scale) -> DoesNotFitError | None:
-    """What to say if a device does not have the memory: which, how much is missing, what takes it. None if all fits."""
+def describe_excess(
+    held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None
+) -> DoesNotFitError | None:
+    """What to say if a device does not have the memory: which, how much is missing, what takes it. None if all fits.
+
+    `limits` are the bytes that may be filled on each kind: all of a device's memory, unless given.
+    """
     needed = bytes_per_kind(held, scale)
     kinds = scale.cluster.kinds
-    k = max(range(len(kinds)), key=lambda k: needed[k] - kinds[k].memory_bytes)
-    kind, missing = kinds[k], needed[k] - kinds[k].memory_bytes
+    room = [kind.memory_bytes for kind in kinds] if limits is None else limits
+    k = max(range(len(kinds)), key=lambda k: needed[k] - room[k])
+    kind, missing = kinds[k], needed[k] - room[k]
     if missing <= 0:
         return None
     start = scale.cluster.spans[k][0]
@@ -313,7 +326,7 @@ def describe_excess(held: Sequence[Holding], scale: Scale) -> DoesNotFitError | 
     uses_of = {name: [h.use for h in held if h.what == name] for name, _ in biggest}
     return DoesNotFitError(
         f"the program needs {_gib(needed[k])} on {scale.cluster.device_names[start]}{_more(kind)}, "
-        f"which has {_gib(kind.memory_bytes)}: {_gib(missing)} too much",
+        f"which has {_gib(kind.memory_bytes)}{_of_which(kind, room[k])}: {_gib(missing)} too much",
         where=f"cluster {scale.cluster.name}",
         uses=", ".join(f"{use} {_gib(size)}" for use, size in sorted(uses, key=lambda item: -item[1])),
         biggest="; ".join(f"%{name} ({', '.join(dict.fromkeys(uses_of[name]))}) {_gib(s)}" for name, s in biggest),
@@ -321,14 +334,18 @@ def describe_excess(held: Sequence[Holding], scale: Scale) -> DoesNotFitError | 
     )
 
 
-def check_fits(held: Sequence[Holding], scale: Scale) -> None:
+def check_fits(held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None) -> None:
     """Refuse what does not fit, in words."""
-    if (error := describe_excess(held, scale)) is not None:
+    if (error := describe_excess(held, scale, limits)) is not None:
         raise error
 
 
 def _more(kind: Kind) -> str:
     return f" and {kind.devices - 1} like it" if kind.devices > 1 else ""
+
+
+def _of_which(kind: Kind, room: int) -> str:
+    return "" if room == kind.memory_bytes else f", {_gib(room)} of it to be filled"
 
 
 def _gib(size: float) -> str:

@@ -32,6 +32,7 @@ from lopsided.errors import LopsidedError, PlanError
 from lopsided.graph import Graph, parse_graph
 from lopsided.placement import Placement, Shares
 from lopsided.plan import Baseline, Breakdown, Plan, SearchReport
+from lopsided.planner import predict
 from lopsided.program import Program, check_program, parse_program
 from lopsided.rules import derive_rules
 
@@ -42,6 +43,7 @@ EDITED = "edited by hand"
 WORK = "work"
 """What the shares without a name are called in a file."""
 
+_WIDTH = 140
 _MOST_SECONDS = 1e12
 _MOST_WORDS = 10_000
 _MADE_BY = "`lopsided plan ... -o plan.json` writes such a file"
@@ -155,8 +157,9 @@ def _written(value: object, indent: str = "") -> str:
     inner = indent + "  "
     if isinstance(value, dict):
         parts = [f"{json.dumps(key, ensure_ascii=False)}: {_written(part, inner)}" for key, part in value.items()]
-        if all(not isinstance(part, dict | list) for part in value.values()) and len(", ".join(parts)) < 100 and indent:
-            return f"{{{', '.join(parts)}}}"
+        line = f"{{{', '.join(parts)}}}"
+        if indent and len(line) <= _WIDTH and not any(isinstance(part, dict | list) for part in value.values()):
+            return line
     elif isinstance(value, list) and any(isinstance(part, str | dict | list) for part in value):
         parts = [_written(part, inner) for part in value]
     else:
@@ -168,9 +171,7 @@ def _written(value: object, indent: str = "") -> str:
 # Reading
 
 
-def parse_plan(
-    text: str, where: str = "plan", namespaces: Collection[str] = (), *, predict: Predict | None = None
-) -> Plan:
+def parse_plan(text: str, where: str = "plan", namespaces: Collection[str] = (), *, predict: Predict = predict) -> Plan:
     """The plan a text describes; `where` is what refusals call the text."""
     root = _Object(_json(text, where), where)
     _check_version(root)
@@ -313,16 +314,16 @@ class _Object:
             raise self.wrong(key, value, "true or false")
         return value
 
-    def seconds(self, key: str, *, null: bool = False) -> float:
-        return self._number(key, self.get(key), _MOST_SECONDS, null=null)
+    def seconds(self, key: str, *, null: bool = False, least: float = 0.0) -> float:
+        return self._number(key, self.get(key), _MOST_SECONDS, null=null, least=least)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         return tuple(self._number(key, part, 1.0) for part in self.entries(key))
 
-    def _number(self, key: str, value: object, most: float, *, null: bool = False) -> float:
+    def _number(self, key: str, value: object, most: float, *, null: bool = False, least: float = 0.0) -> float:
         if value is None and null:
             return math.inf
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise self.wrong(key, value, f"a number from 0 to {most:g}{', or null' if null else ''}")
         return float(value)
 
@@ -428,7 +429,7 @@ def _shares(root: _Object, on: Cluster) -> Shares:
             raise table.refuse(f"{shown(name)} cannot name shares", "use letters, digits and _")
         if name != WORK:
             named.append((name, table.numbers(name)))
-    cuts = []
+    cuts: list[tuple[str, int, tuple[int, ...]]] = []
     for entry in root.parts("cuts"):
         entry.has_only(("shares", "length", "pieces"))
         name = entry.text("shares")
@@ -443,7 +444,8 @@ def _shares(root: _Object, on: Cluster) -> Shares:
 
 def _breakdown(table: _Object) -> Breakdown:
     table.has_only(_BREAKDOWN)
-    return Breakdown(*(table.seconds(key) for key in _BREAKDOWN))
+    # Differences of sums: what should be 0 can be a rounding below.
+    return Breakdown(*(table.seconds(key, least=-1e-9) for key in _BREAKDOWN))
 
 
 def _baseline(table: _Object) -> Baseline:
@@ -483,9 +485,7 @@ def _edited(plan: Plan, predicted: _Object) -> tuple[str, ...]:
     return tuple(key for key, value in now.items() if predicted.get(key) != value)
 
 
-def _predicted_anew(plan: Plan, edited: Sequence[str], root: _Object, predict: Predict | None) -> Plan:
-    if predict is None:
-        from lopsided.planner import predict
+def _predicted_anew(plan: Plan, edited: Sequence[str], root: _Object, predict: Predict) -> Plan:
     _check_names(plan, root)
     with root.located("edited " + " and ".join(edited)):
         step_s, breakdown, memory = predict(plan.program, plan.shares, plan.on, plan.optimizer, plan.regather)

@@ -27,8 +27,9 @@ from lopsided.errors import InputError
 from lopsided.graph import Graph, Leaf, Node
 from lopsided.memory import bytes_per_kind, holdings
 from lopsided.notation import Rule
-from lopsided.placement import Placement, Shares, parse_placement
+from lopsided.placement import I, Placement, Shares, parse_placement
 from lopsided.plan import Baseline, Breakdown, Plan, SearchReport
+from lopsided.prices import NOTHING_HIDDEN
 from lopsided.program import Program
 from lopsided.retype import in_dtype
 from lopsided.rules import RuleBook, derive_rules
@@ -103,7 +104,7 @@ def plan_graph(
     for part in parts(cluster):
         # A part cannot be worth it if even dividing its work perfectly would not be.
         if shop.best is None or shop.ideal_s(part) < shop.best.step_s:
-            shop.improve(part)
+            shop.improve(part, seeds=3 if part is cluster else 1)
     shop.segmented(shop.chosen)
     devices, nodes = _without(shop, cluster)
     return _answer(shop, cluster, classics, devices, nodes, time.perf_counter() - started)
@@ -142,8 +143,11 @@ def _limits(book: RuleBook, pins: Sequence[str], deadline: float) -> Limits:
 
 
 def stores_of(book: RuleBook, leaf: Leaf) -> tuple[Placement, ...]:
-    """How a parameter may be stored: as some op takes it, or cut by the state shares to be gathered for use."""
-    return tuple(dict.fromkeys((*book.leaves[leaf.value.name], stored_so(leaf))))
+    """How a parameter may be stored: whole, cut by the state shares to be gathered for use, or as some op takes it.
+
+    In this order: where a parameter is gathered anyway, how much each device stores is not tied to what it computes.
+    """
+    return tuple(dict.fromkeys((I, stored_so(leaf), *book.leaves[leaf.value.name])))
 
 
 def _pin_parameters(book: RuleBook, pattern: str, placement: Placement, pin: str, stored: dict[str, Placement]) -> None:
@@ -241,12 +245,11 @@ def _left_with(
     is_device = alike[0] in best.on.device_names
     left_over = (best.on.devices if is_device else best.on.nodes) > 1
     part = shrink(best.on if left_over else cluster, alike[0])
-    timeline = best.timeline
-    hidden = timeline.hidden_s / timeline.hiding_s if timeline.hiding_s else 0.0
     shares = shop.by_speed(part)
     made = [
-        shop.fitting("without", part, shares, hidden),
+        shop.fitting("without", part, shares, shop.last_hidden or NOTHING_HIDDEN),
         shop.balanced("without", part, best.program, shares, best.regather, best.found),
+        *shop.plain_balanced(part),
     ]
     return min((candidate.step_s for candidate in made if candidate is not None and candidate.fits), default=math.inf)
 

@@ -4,7 +4,7 @@ In: `Costs` and a `Scale`. Out: `SharePrices`.
 
     rule      max over kinds of (forward + backward) + what it sends                  `rule`
     convert   forward and backward transfer of an activation: everyone waits          `convert`
-    fetch     the same of a parameter; the part that hides behind computation is free `fetch`
+    fetch     the same of a parameter; the part that hides behind computation is free `fetch`, `Hidden`
     store     the slowest kind's update                                               `store`
     memory    + bytes held on each kind × a price per byte, where memory is short
 
@@ -14,6 +14,8 @@ disposes.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from lopsided.cost import Costs, Scale, Transfer, conversion, cut_of, transfer_s
 from lopsided.graph import Leaf, Node, Value
 from lopsided.memory import Holding, saved_by, stored
@@ -21,12 +23,25 @@ from lopsided.notation import Rule
 from lopsided.placement import Placement
 from lopsided.timeline import BUCKET_BYTES
 
+Saves = dict[tuple[int, Rule], tuple[Holding, ...]]  # what a call keeps under a rule, by the number of its signature
+
+
+class Hidden(NamedTuple):
+    """Which part of parameter traffic computation covers: gathering ahead of its use, and gradients after theirs."""
+
+    ahead: float = 0.0
+    after: float = 0.0
+
+
+NOTHING_HIDDEN = Hidden()
+
 
 class SharePrices:
     """Prices at these shares.
 
-    `hidden` is the part of parameter traffic that computation is expected to cover; `byte_s` the price of a byte held
+    `hidden` is what computation is expected to cover of parameter traffic; `byte_s` the price of a byte held
     on a device of each kind; with `regather`, gathered parameters are gathered a second time in the backward pass.
+    What calls keep depends on none of these: `saves` carries it from one search to the next.
     """
 
     def __init__(
@@ -34,12 +49,14 @@ class SharePrices:
         costs: Costs,
         scale: Scale,
         *,
-        hidden: float = 0.0,
+        hidden: Hidden = NOTHING_HIDDEN,
         byte_s: tuple[float, ...] = (),
         regather: bool = False,
+        saves: Saves | None = None,
     ) -> None:
         self.costs, self.scale = costs, scale
         self.hidden, self.byte_s, self.regather = hidden, byte_s, regather
+        self._saves = {} if saves is None else saves
         self._conversions: dict[object, float] = {}
         self._fetches: dict[object, float] = {}
 
@@ -50,8 +67,13 @@ class SharePrices:
             there.at(f) + back.at(f) for there, back, f in zip(cost.forward, cost.backward, fractions, strict=True)
         )
         talking = sum(self._seconds(transfer) for transfer in (*cost.talks, *cost.back_talks))
-        held = self._held(saved_by(self.costs.graph, node, rule)) if self.byte_s else 0.0
-        return computing + talking + held
+        return computing + talking + (self._held(self._saved(node, rule)) if self.byte_s else 0.0)
+
+    def _saved(self, node: Node, rule: Rule) -> tuple[Holding, ...]:
+        key = (self.costs.number(node), rule)
+        if key not in self._saves:
+            self._saves[key] = saved_by(self.costs.graph, node, rule)
+        return self._saves[key]
 
     def convert(self, value: Value, source: Placement, to: Placement) -> float:
         key = (value.shape, value.dtype, value.grad, source, to)
@@ -77,10 +99,12 @@ class SharePrices:
 
     def _fetch(self, value: Value, stored: Placement, to: Placement) -> float:
         there, back = conversion(value, stored, to)
-        sent = [transfer for transfer in (there, back) if transfer is not None]
-        if self.regather and there is not None and there.collective == "all_gather" and value.grad:
-            sent.append(there)
-        seconds = sum(self._bucketed(transfer) for transfer in sent) * (1 - self.hidden)
+        seconds = 0.0
+        if there is not None:
+            again = self.regather and there.collective == "all_gather" and value.grad
+            seconds += self._bucketed(there) * (2 if again else 1) * (1 - self.hidden.ahead)
+        if back is not None:
+            seconds += self._bucketed(back) * (1 - self.hidden.after)
         if self.byte_s and not self.regather and stored.is_shard and to.is_whole:
             seconds += self._held((Holding(value.name, "gathered", value.bytes, None),))
         return seconds

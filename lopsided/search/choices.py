@@ -24,7 +24,7 @@ import numpy as np
 from lopsided.errors import ProgramError
 from lopsided.graph import Graph, Leaf, Node, Value, signature
 from lopsided.notation import Rule
-from lopsided.placement import I, Placement
+from lopsided.placement import I, P, Placement, R
 from lopsided.program import Chain, Program, Step
 from lopsided.rules import RuleBook
 from lopsided.search.problem import Assignment, Factor, Problem, Table
@@ -109,10 +109,17 @@ Price = Callable[[Placement, Placement], float]  # of a conversion
 
 
 def price_of(value: Value, leaf: Leaf | None, prices: Prices) -> Price:
-    """The price of converting this value; a leaf is fetched, anything else converted."""
-    if leaf is not None:
-        return lambda source, to: prices.fetch(leaf, source, to) if source != to else 0.0
-    return lambda source, to: prices.convert(value, source, to) if source != to else 0.0
+    """The price of converting this value; a leaf is fetched, anything else converted. Truth values do not add up."""
+    is_truth = value.dtype == "bool"
+
+    def price(source: Placement, to: Placement) -> float:
+        if source == to:
+            return 0.0
+        if is_truth and to.kind == "P":
+            return math.inf
+        return prices.convert(value, source, to) if leaf is None else prices.fetch(leaf, source, to)
+
+    return price
 
 
 def closure(placements: Iterable[Placement], known: Sequence[Placement], price: Price) -> Needs:
@@ -125,34 +132,47 @@ def closure(placements: Iterable[Placement], known: Sequence[Placement], price: 
         have |= more
 
 
-def cheapest_tree(
-    start: Placement, wanted: Iterable[Placement], price: Price
-) -> tuple[float, dict[Placement, Placement]]:
-    """The cheapest way to have all `wanted` from `start`: the price, and for each placement what it is made from.
+Tree = dict[Placement, Placement]  # for each copy, the one it is made from
 
-    Each new copy is made from one that is there, so the order matters only through what it makes available: tried in
-    every order, with what costs nothing taken first.
+
+def cheapest_tree(start: Placement, wanted: Iterable[Placement], price: Price) -> tuple[float, Tree]:
+    """The cheapest way to have all `wanted` from `start`: the price, and what each copy is made from.
+
+    Copies are made from each other, or by way of `P`, which follows from everything for nothing, or of `R`, from which
+    everything follows for nothing.
     """
-    targets = tuple(sorted(set(wanted) - {start}))
-    if len(targets) <= 1:
-        return sum(price(start, p) for p in targets), dict.fromkeys(targets, start)
-    known: dict[frozenset[Placement], tuple[float, dict[Placement, Placement]]] = {}
+    targets = frozenset(wanted) - {start}
+    if not targets:
+        return 0.0, {}
+    if start != P and price(start, P) == 0:
+        targets |= {P}
+    direct = _tree(start, targets, price)
+    if R in targets or start == R:
+        return direct
+    by_way_of_r = _tree(start, targets | {R}, price)
+    return by_way_of_r if by_way_of_r[0] < direct[0] else direct
 
-    def from_here(have: frozenset[Placement]) -> tuple[float, dict[Placement, Placement]]:
-        missing = [p for p in targets if p not in have]
-        if not missing:
-            return 0.0, {}
+
+def _tree(start: Placement, targets: frozenset[Placement], price: Price) -> tuple[float, Tree]:
+    """Each copy made from one that is there, in the best order; what costs nothing is taken at once."""
+    if len(targets) == 1:
+        (target,) = targets
+        return price(start, target), {target: start}
+    known: dict[frozenset[Placement], tuple[float, Tree]] = {}
+
+    def from_here(have: frozenset[Placement]) -> tuple[float, Tree]:
         if have in known:
             return known[have]
-        best: tuple[float, dict[Placement, Placement]] = (math.inf, {})
-        for target in missing:
+        best: tuple[float, Tree] = (math.inf, {})
+        for target in sorted(targets - have):
             paid, source = min((price(q, target), q) for q in have)
             rest, tree = from_here(have | {target})
             if paid + rest < best[0] or not best[1]:
                 best = (paid + rest, {target: source, **tree})
             if paid == 0:
-                # For nothing: no order can be better than taking it now.
                 break
+        if not targets - have:
+            best = (0.0, {})
         known[have] = best
         return best
 
@@ -418,7 +438,7 @@ class _Writer:
         self.rules = {name: menu[assignment[variable]] for name, (variable, menu) in chosen.rules.items()}
         self.needs: dict[str, dict[Placement, None]] = {}  # of every value, in the order they are met
         self.facts: dict[str, dict[Placement, None]] = {}
-        self.trees: dict[str, dict[Placement, Placement]] = {}
+        self.trees: dict[str, Tree] = {}
         self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
 
     def program(self) -> Program:

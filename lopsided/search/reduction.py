@@ -175,12 +175,10 @@ def _fold(factors: Sequence[Factor], v: int, sizes: Sequence[int], memory: Memor
 def joined(factors: Sequence[Factor], union: Sequence[int], sizes: Sequence[int]) -> Table:
     """The sum of the factors, over the variables of `union` in rising order."""
     place = {w: k for k, w in enumerate(union)}
-    total: Table | None = None
+    total: Table = np.zeros((1,) * len(union))
     for factor in factors:
         shape = [1] * len(union)
         for w in factor.scope:
             shape[place[w]] = sizes[w]
-        part = factor.table.reshape(shape)
-        total = part if total is None else total + part
-    assert total is not None, "a fold has at least one factor"
+        total = total + factor.table.reshape(shape)
     return np.broadcast_to(total, tuple(sizes[w] for w in union))

@@ -1,0 +1,382 @@
+"""How long planning takes and what it gains. Writes results/planner.json and results/quality.json.
+
+python benchmarks/planner.py [--speed] [--quality] [--quick] [--repeats 5]
+
+Speed is a ratio to `torch.export` of the same model, timed in the same process, in turn and in shuffled order:
+
+    search   from rule book to proven optimum: costs, prices, choices, bound, A*, the program; nothing is remembered
+    whole    `plan_graph` with the rule book given: all candidates, shares, simulation, what each device is worth
+
+Quality is the predicted step of the plan against the strategies everyone knows, on every model of the zoo. With neither
+option both are run; with `--quick` a few cases once each, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import record
+import torch
+
+from lopsided import LopsidedError, capture, derive_rules, models, zoo
+from lopsided.candidates import Limits, Workshop
+from lopsided.cluster import Cluster, load_cluster
+from lopsided.cost import Costs, Scale, conversion, optimizer_named
+from lopsided.plan import Plan
+from lopsided.planner import plan_graph, stores_of
+from lopsided.prices import SharePrices
+from lopsided.program import check_program
+from lopsided.retype import in_dtype
+from lopsided.rules import RuleBook
+from lopsided.search import Found, search
+
+HAP_BATCH = 32 * 64  # 32 a device on hap-64
+LAYERS = (12, 24, 48, 96)
+CLUSTERS_BY_SIZE = ("equal-8", "hap-64", "mixed-1024")
+QUALITY_CLUSTERS = ("hap-64", "hap-4", "2xA6000+2x2080Ti", "equal-8")
+QUALITY_BATCHES = (8, 32, 128)  # a device
+GOALS = {"search": 0.5, "whole": 3.0, "devices": 2.0, "gap": 0.0}
+PEERS = (
+    {
+        "name": "meta-pytorch/autoparallel",
+        "what": "integer program, 8 equal devices, from model to runnable graph",
+        "seconds": {"vgg19": 3, "vit": 18, "bert": 26, "bert-moe": 53},
+        "note": "its default settings hit an assertion on bert and bert-moe",
+    },
+    {
+        "name": "meta-pytorch/autoparallel, by its own notes",
+        "what": "LLaMA-3 8B on a two-dimensional mesh of 64: building and solving",
+        "seconds": {"llama (8B)": 15 + 36},
+        "note": "",
+    },
+)
+"""What the nearest living peer takes, for scale: another task (equal devices only), timed elsewhere."""
+
+NOTHING = 0.01
+"""Less than this is no gain: a prediction is not that exact."""
+
+LONG_ENOUGH_S = 45.0
+"""What one case may spend on repetitions of one action; the first is always made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model with a global batch on a cluster."""
+
+    model: str
+    cluster: str = "hap-64"
+    batch: int = HAP_BATCH
+    dtype: str = "f32"
+    optimizer: str = "adamw"
+    whole: bool = True
+
+    @property
+    def told(self) -> dict[str, Any]:
+        names = ("model", "cluster", "batch", "dtype", "optimizer")
+        return {name: getattr(self, name) for name in names} | {"devices": load_cluster(self.cluster).devices}
+
+
+HAP = tuple(Case(model) for model in ("vit", "bert", "bert-moe", "bert-moe:experts=128", "vgg19"))
+LLAMA = Case("llama:layers=80,width=8192", "mixed-1024", 64, "bf16")
+DEPTH = tuple(Case(f"bert:layers={layers}", whole=False) for layers in LAYERS)
+
+Action = Callable[[], object]
+
+
+# Timing
+
+
+def in_turn(actions: dict[str, Action], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every repetition of every action, in shuffled order; each is made once before, unless it is long."""
+    shuffle = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for name, action in actions.items():
+        first = timed(action)
+        if first > LONG_ENOUGH_S / 2:
+            seconds[name].append(first)
+    for _ in range(repeats):
+        for name in shuffle.sample(list(actions), len(actions)):
+            if not seconds[name] or sum(seconds[name]) + seconds[name][-1] < LONG_ENOUGH_S:
+                seconds[name].append(timed(actions[name]))
+    return seconds
+
+
+def timed(action: Action) -> float:
+    conversion.cache_clear()
+    gc.collect()
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+class Subject:
+    """A captured case, and what is done with it."""
+
+    def __init__(self, case: Case) -> None:
+        with torch.device("meta"):
+            self.model, self.batch = models.load(case.model, batch=case.batch)
+        graph = capture(self.model, self.batch)
+        self.graph = in_dtype(graph, case.dtype)
+        self.book = derive_rules(self.graph)
+        self.optimizer = case.optimizer
+        self.found: dict[str, Found] = {}
+        self.plans: dict[str, Plan] = {}
+
+    def export(self) -> None:
+        torch.export.export(self.model, (), dict(self.batch), strict=False)
+
+    def search(self, cluster: str) -> None:
+        on = load_cluster(cluster)
+        costs = Costs(self.graph, on, optimizer_named(self.optimizer))
+        prices = SharePrices(costs, Scale(on, shares_by_speed(on)))
+        self.found[cluster] = search(self.book, prices, stores=lambda leaf: stores_of(self.book, leaf))
+
+    def plan(self, cluster: str) -> None:
+        self.plans[cluster] = plan_graph(self.graph, load_cluster(cluster), book=self.book, optimizer=self.optimizer)
+
+    def report(self, cluster: str) -> dict[str, Any]:
+        """What the last search and the last plan came to."""
+        found = self.found[cluster]
+        check_program(found.program, self.book)
+        names = ("gap", "why", "states", "expanded", "remembered", "cost_s", "bound_s")
+        told: dict[str, Any] = {"nodes": len(self.graph.nodes), "search": {n: getattr(found, n) for n in names}}
+        if cluster in self.plans:
+            plan = self.plans[cluster]
+            check_program(plan.program, self.book)
+            told["whole"] = {
+                "gap": plan.search.gap,
+                "why": plan.search.why,
+                "states": plan.search.states,
+                "searches": plan.search.searches,
+                "step_s": plan.step_s,
+                "devices_used": plan.on.devices,
+                "rounds": list(plan.search.rounds),
+            }
+        return told
+
+
+def shares_by_speed(cluster: Cluster) -> tuple[float, ...]:
+    speeds = [kind.speed for kind in cluster.kinds for _ in range(kind.devices)]
+    return tuple(speed / sum(speeds) for speed in speeds)
+
+
+# Speed
+
+
+def against_export(case: Case, repeats: int) -> dict[str, Any]:
+    """One search and the whole answer, each as a ratio to export."""
+    subject = Subject(case)
+    actions: dict[str, Action] = {"export": subject.export, "search": partial(subject.search, case.cluster)}
+    if case.whole:
+        actions["whole"] = partial(subject.plan, case.cluster)
+    seconds = in_turn(actions, repeats)
+    middle = {name: statistics.median(taken) for name, taken in seconds.items()}
+    ratios = {name: middle[name] / middle["export"] for name in middle if name != "export"}
+    told = case.told | {"seconds": seconds, "median_s": middle, "ratio": ratios} | subject.report(case.cluster)
+    print(f"{case.model:<28}", ", ".join(f"{k} {v:.2f} s" for k, v in middle.items()), shown(ratios), flush=True)
+    return told
+
+
+def shown(ratios: dict[str, float]) -> str:
+    return "→ " + ", ".join(f"{name} {ratio:.2f}×" for name, ratio in ratios.items())
+
+
+def by_devices(model: str, repeats: int) -> dict[str, Any]:
+    """The same model and batch on clusters of 8, 64 and 1,024 devices, in turn."""
+    subject = Subject(Case(model))
+    actions: dict[str, Action] = {}
+    for cluster in CLUSTERS_BY_SIZE:
+        actions[f"search {cluster}"] = partial(subject.search, cluster)
+        actions[f"whole {cluster}"] = partial(subject.plan, cluster)
+    seconds = in_turn(actions, repeats)
+    middle = {name: statistics.median(taken) for name, taken in seconds.items()}
+    first, *_, last = CLUSTERS_BY_SIZE
+    ratios = {name: middle[f"{name} {last}"] / middle[f"{name} {first}"] for name in ("search", "whole")}
+    print(f"{model:<28} 8 to 1,024 devices", shown(ratios), flush=True)
+    reports = {cluster: subject.report(cluster) for cluster in CLUSTERS_BY_SIZE}
+    return {
+        "model": model,
+        "batch": HAP_BATCH,
+        "seconds": seconds,
+        "median_s": middle,
+        "ratio": ratios,
+        "on": reports,
+    }
+
+
+def growth(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """How many times longer the last case takes than the first."""
+    first, last = cases[0]["median_s"], cases[-1]["median_s"]
+    return {name: last[name] / first[name] for name in ("export", "search")}
+
+
+def speed(repeats: int, quick: bool) -> dict[str, Any]:
+    if quick:
+        return {"cases": [against_export(case, 1) for case in (Case("bert:layers=2"), Case("vgg19"))]}
+    started = time.perf_counter()
+    cases = [against_export(case, repeats) for case in (*HAP, LLAMA)]
+    depth = [against_export(case, min(repeats, 3)) for case in DEPTH]
+    devices = [by_devices(case.model, min(repeats, 3)) for case in HAP if ":" not in case.model]
+    grown = growth(depth)
+    print(f"bert from {LAYERS[0]} to {LAYERS[-1]} layers", shown(grown))
+    searches = [*cases, *depth, *(on for case in devices for on in case["on"].values())]
+    met = {
+        "search": all(case["ratio"]["search"] <= GOALS["search"] for case in cases),
+        "whole": all(case["ratio"]["whole"] <= GOALS["whole"] for case in cases),
+        "depth": grown["search"] <= grown["export"],
+        "devices": all(case["ratio"]["search"] <= GOALS["devices"] for case in devices),
+        "gap": all(
+            case[part]["gap"] <= GOALS["gap"] for case in searches for part in ("search", "whole") if part in case
+        ),
+    }
+    print("goals met:", met)
+    return {
+        "goals": GOALS,
+        "peers": PEERS,
+        "met": met,
+        "cases": cases,
+        "depth": depth,
+        "growth": grown,
+        "devices": devices,
+        "wall_s": time.perf_counter() - started,
+    }
+
+
+# Quality
+
+
+def quality(quick: bool) -> dict[str, Any]:
+    """Every model on every cluster with every batch; each model is captured once for each global batch."""
+    started = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    for model in ("mlp", "vgg19") if quick else zoo.ZOO:
+        rows += rows_of(model, QUALITY_BATCHES[1:2] if quick else QUALITY_BATCHES)
+        if not quick:
+            # So that an interrupted run leaves what it has.
+            record.write("quality", {"wall_s": time.perf_counter() - started, "rows": in_order(rows)})
+    return {"wall_s": time.perf_counter() - started, "rows": in_order(rows)}
+
+
+def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = list(zoo.ZOO)
+    return sorted(
+        rows,
+        key=lambda row: (names.index(row["model"]), QUALITY_CLUSTERS.index(row["cluster"]), row["batch_per_device"]),
+    )
+
+
+def rows_of(model: str, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
+    by_batch: dict[int, list[tuple[Cluster, int]]] = {}
+    for cluster in map(load_cluster, QUALITY_CLUSTERS):
+        for each in batches:
+            by_batch.setdefault(each * cluster.devices, []).append((cluster, each))
+    for batch, places in by_batch.items():
+        subject = Subject(Case(model, batch=batch))
+        for cluster, each in places:
+            row = {"model": model, "cluster": cluster.name, "batch_per_device": each, "batch": batch}
+            row |= planned(subject, cluster)
+            print(told_briefly(row), flush=True)
+            yield row
+
+
+def planned(subject: Subject, cluster: Cluster) -> dict[str, Any]:
+    """One cell of the table; where nothing fits, what stands in the way."""
+    started = time.perf_counter()
+    try:
+        plan = plan_graph(subject.graph, cluster, book=subject.book, optimizer=subject.optimizer)
+    except LopsidedError as error:
+        return {"error": str(error).splitlines()[0], "planning_s": time.perf_counter() - started}
+    seconds = time.perf_counter() - started
+    check_program(plan.program, subject.book)
+    baselines = {b.name: b.step_s if b.fits else None for b in plan.baselines}
+    row = {
+        "step_s": plan.step_s,
+        "baselines": baselines,
+        "over_dp": speed_up(baselines, plan.step_s, ("dp-ev", "dp-cp")),
+        "over_classics": speed_up(baselines, plan.step_s),
+        "devices_used": plan.on.devices,
+        "kinds_used": {kind.name: kind.devices for kind in plan.on.kinds},
+        "ideal_s": ideal_s(subject.book, cluster, subject.optimizer),
+        "breakdown": {name: getattr(plan.breakdown, name) for name in plan.breakdown.__slots__},
+        "gap": plan.search.gap,
+        "why": plan.search.why,
+        "searches": plan.search.searches,
+        "planning_s": seconds,
+    }
+    return row | {"nothing_gained": why_nothing(row)}
+
+
+def ideal_s(book: RuleBook, cluster: Cluster, optimizer: str) -> float:
+    """All work divided at will over all devices and nothing sent: no strategy is predicted faster."""
+    limits = Limits(lambda leaf: (), lambda node, rule: True)
+    return Workshop(book.graph, book, optimizer_named(optimizer), limits, lambda _: None).ideal_s(cluster)
+
+
+def fastest(baselines: dict[str, float | None], names: Sequence[str] = ()) -> str:
+    """The name of the fastest baseline that fits, among these if any are named; empty if none fits."""
+    there = {name: s for name, s in baselines.items() if s is not None and (not names or name in names)}
+    return min(there, key=lambda name: there[name], default="")
+
+
+def speed_up(baselines: dict[str, float | None], step_s: float, names: Sequence[str] = ()) -> float | None:
+    best = baselines.get(fastest(baselines, names))
+    return None if best is None else best / step_s
+
+
+def why_nothing(row: dict[str, Any]) -> str:
+    """Why a plan gains less than a hundredth over the best classic; empty where it gains more."""
+    if row["over_classics"] is None or row["over_classics"] - 1 >= NOTHING:
+        return ""
+    best = fastest(row["baselines"])
+    if best == "single":
+        return "one device is as fast: more of them would send longer than they would save"
+    part = {name: seconds / row["step_s"] for name, seconds in row["breakdown"].items()}
+    computing = part["compute_s"] + part["optimizer_s"]
+    could = row["baselines"][best] / row["ideal_s"] - 1
+    if could < 5 * NOTHING:
+        return f"{best} is within {could:.1%} of all work divided perfectly and nothing sent"
+    if computing >= 0.9:
+        return f"{computing:.0%} of the step is computation; {best} leaves {part['exposed_s']:.1%} of sending exposed"
+    beside = {"blocking": part["blocking_s"], "exposed": part["exposed_s"], "waiting": part["waiting_s"]}
+    rest = ", ".join(f"{name} {size:.0%}" for name, size in beside.items() if size >= 0.02)
+    return f"computation {computing:.0%}, {rest}: no program found sends less than {best}"
+
+
+def told_briefly(row: dict[str, Any]) -> str:
+    head = f"{row['model']:<9}{row['cluster']:<18}{row['batch_per_device']:>4} a device  {row['planning_s']:5.1f} s  "
+    if "error" in row:
+        return f"{head}{row['error']}"
+    dp, classics = (f"{row[key]:.2f}×" if row[key] else "–" for key in ("over_dp", "over_classics"))
+    return f"{head}over dp {dp}, over classics {classics}, gap {row['gap']:.2g}  {row['nothing_gained']}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speed", action="store_true", help="only how long planning takes")
+    parser.add_argument("--quality", action="store_true", help="only what it gains")
+    parser.add_argument("--quick", action="store_true", help="a few cases, once each; nothing is written")
+    parser.add_argument("--repeats", type=int, default=5)
+    chosen = parser.parse_args()
+    warnings.simplefilter("ignore")
+    both = chosen.speed == chosen.quality
+    if both or chosen.speed:
+        results = speed(chosen.repeats, chosen.quick)
+        if not chosen.quick:
+            print(record.write("planner", results))
+    if both or chosen.quality:
+        results = quality(chosen.quick)
+        if not chosen.quick:
+            print(record.write("quality", results))
+
+
+if __name__ == "__main__":
+    main()

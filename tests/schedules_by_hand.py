@@ -1,0 +1,132 @@
+"""Clusters, networks and schedules that are made up, by hand and at random, for tests of shares."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from lopsided import timeline
+from lopsided.cluster import Cluster, Kind, Link
+from lopsided.collectives import Network, Way
+from lopsided.cost import Affine, Cut, Scale, Transfer
+from lopsided.memory import Holding
+from lopsided.placement import Shares
+from lopsided.schedule import Compute, Item, Schedule
+from lopsided.shares import Balance, balance
+
+GB = 10**9
+ROWS: Cut = ("", 10_000)
+PADDED = Way("any", "padded", 1e-3, 0.0, 1e-9)
+GROUPED = Way("any", "grouped", 1e-3, 1e-9, 0.0)
+
+
+def cluster_of(*counts: int, memory: Sequence[int] = ()) -> Cluster:
+    """Kinds of so many devices, each kind in a node of its own."""
+    kinds = tuple(
+        Kind(f"kind{k}", f"box{k}", 1, count, (("f32", 1e12),), 1e12, memory[k] if memory else 100 * GB, 1e-6)
+        for k, count in enumerate(counts)
+    )
+    return Cluster("made-up", "", kinds, Link(1e-6, 1e10), Link(1e-5, 1e9))
+
+
+@dataclass(frozen=True)
+class OneWay(Network):
+    """A network that carries everything out in one way, so that the step is convex in the shares."""
+
+    way: Way = PADDED
+
+    def best(self, collective: str, whole_bytes: float, largest: float = 1.0) -> Way:
+        return self.way
+
+
+def work(*seconds: tuple[float, float], by: Cut | None = ROWS, backward: bool = False) -> Compute:
+    return Compute("node", backward, tuple(Affine(*pair) for pair in seconds), by)
+
+
+def sent(size: int, *cuts: Cut, hides: bool = False, ahead: bool = False) -> Transfer:
+    collective = "all_gather" if ahead else "all_reduce" if hides else "all_to_all"
+    return Transfer("t", collective, size, cuts, hides, ahead)
+
+
+def schedule_of(*items: Item, backward: Sequence[Item] = (), optimizer: Sequence[Compute] = ()) -> Schedule:
+    return Schedule(items, tuple(backward), tuple(optimizer))
+
+
+def equal(cluster: Cluster) -> Shares:
+    return Shares((1 / cluster.devices,) * cluster.devices)
+
+
+def per_device(cluster: Cluster, *shares: Sequence[float], names: Sequence[str] = ("",)) -> Shares:
+    """Shares of one device of each kind, for each name, as shares of every device."""
+    expanded = [
+        tuple(share for share, kind in zip(each, cluster.kinds, strict=True) for _ in range(kind.devices))
+        for each in shares
+    ]
+    return Shares(expanded[0], tuple(zip(names[1:], expanded[1:], strict=True)))
+
+
+def solve(schedule: Schedule, cluster: Cluster, way: Way = PADDED, held: Sequence[Holding] = ()) -> Balance:
+    return balance(schedule, held, cluster, OneWay(cluster, way), reference=equal(cluster))
+
+
+class Unrounded(Scale):
+    """Pieces as large as the shares say, as if every length could be cut anywhere."""
+
+    def fractions(self, cut: Cut | None) -> tuple[float, ...]:
+        return self.expected(cut)
+
+
+def predicted(schedule: Schedule, network: Network, cluster: Cluster, shares: Shares) -> float:
+    """Seconds of a step before lengths are rounded: what the linear program minimises, at any shares."""
+    return timeline.run(schedule, network, Unrounded(cluster, shares)).step_s
+
+
+# Schedules at random: every manner of item, names and lengths mixed
+
+CUTS: tuple[Cut, ...] = (("", 64), ("", 12), ("state", 640), ("tail", 64))
+NAMES = ("", "state", "tail")
+
+
+def random_point(rng: random.Random, cluster: Cluster) -> tuple[float, ...]:
+    parts = [rng.expovariate(1.0) * rng.choice((0.0, 1.0, 1.0, 1.0)) for _ in cluster.kinds]
+    parts = parts if sum(parts) else [1.0] * len(parts)
+    return tuple(part / sum(parts) / kind.devices for part, kind in zip(parts, cluster.kinds, strict=True))
+
+
+@st.composite
+def affine(draw: st.DrawFn) -> tuple[float, float]:
+    return draw(st.sampled_from((0.0, 1e-3, 0.02))), draw(st.sampled_from((0.1, 0.3, 1.0, 4.0)))
+
+
+@st.composite
+def schedules(draw: st.DrawFn, kinds: int) -> Schedule:
+    def compute() -> Compute:
+        by = draw(st.sampled_from((*CUTS, None)))
+        seconds = [draw(affine()) for _ in range(kinds)]
+        return work(*seconds, by=by) if by else work(*((a, b / 50) for a, b in seconds), by=None)
+
+    def transfer() -> Transfer:
+        cuts = draw(st.sampled_from([(), *((c,) for c in CUTS), (CUTS[0], CUTS[2])]))
+        size = draw(st.sampled_from((10**6, 2 * 10**7, 10**8, 3 * 10**8)))
+        manner = draw(st.sampled_from(((False, False), (True, False), (True, True))))
+        return sent(size, *cuts, hides=manner[0], ahead=manner[1])
+
+    def items(most: int) -> list[Item]:
+        return [compute() if draw(st.booleans()) else transfer() for _ in range(draw(st.integers(0, most)))]
+
+    def gradients(item: Item) -> bool:
+        return isinstance(item, Transfer) and item.hides and not item.ahead
+
+    forward = [item for item in items(6) if not gradients(item)]
+    optimizer = [compute() for _ in range(draw(st.integers(0, 2)))]
+    return schedule_of(compute(), *forward, backward=[compute(), *items(8)], optimizer=optimizer)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Cluster, Schedule, Way]:
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    way = draw(st.sampled_from((PADDED, GROUPED, Way("any", "both", 1e-4, 2e-9, 5e-10))))
+    return cluster_of(*counts), draw(schedules(len(counts))), way

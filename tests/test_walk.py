@@ -1,0 +1,66 @@
+"""The folded step: as long as the timeline's, and as its longest path."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedules_by_hand import NAMES, PADDED, ROWS, cases, cluster_of, per_device, random_point, schedule_of, sent, work
+
+from lopsided import timeline
+from lopsided.cluster import Cluster
+from lopsided.collectives import Network, Way
+from lopsided.cost import Scale
+from lopsided.memory import Holding, bytes_per_kind
+from lopsided.schedule import Schedule
+from lopsided.walk import Load, Memory, Path, Point, Sizes, Walk
+
+
+def length_s(path: Path | None, load: Load, walk: Walk, sizes: Sizes) -> float:
+    total = 0.0
+    while path is not None:
+        computed = load.joined(load.computed(path.start, path.stop)).at(sizes)
+        total += max(computed) if path.message < 0 else walk.prices[path.message]
+        path = path.before
+    return total
+
+
+@given(cases(), st.integers(0, 10**6))
+def test_a_walk_takes_as_long_as_the_timeline(case: tuple[Cluster, Schedule, Way], seed: int) -> None:
+    cluster, schedule, _ = case
+    network, rng = Network(cluster), random.Random(seed)
+    shares = per_device(cluster, *(random_point(rng, cluster) for _ in NAMES), names=NAMES)
+    scale, load = Scale(cluster, shares), Load(schedule, len(cluster.kinds))
+    walk = Walk(load, scale, load.ways(network, scale))
+    assert walk.step_s == pytest.approx(timeline.run(schedule, network, scale).step_s, rel=1e-9)
+    assert walk.step_s == pytest.approx(length_s(walk.path, load, walk, scale), rel=1e-9)
+
+
+def test_equal_layers_are_kept_once() -> None:
+    layer = [work((0.01, 1), (0.02, 3)), sent(10**8, ROWS), work((0.0, 2), (0.01, 1)), sent(10**6)]
+    load = Load(schedule_of(*(layer * 80)), 2)
+    assert (len(load.segments), len(load.messages)) == (2, 2)
+    assert list(load.stages.values()) == [80, 80]
+
+
+def test_gathers_of_each_pass_are_waited_for() -> None:
+    """Both passes gather three buckets, two at once: the third waits for the consumer of the second."""
+    second, consumer = 10**9, work((1.0, 0.0), by=None)
+    items = [sent(second, hides=True, ahead=True), consumer] * 3
+    load = Load(schedule_of(*items, backward=items), 1)
+    walk = Walk(load, Point({"": (1.0,)}, (1,)), [PADDED])
+    # One second and a millisecond each, one after the other; each pass ends with the last of its consumers.
+    assert walk.step_s == pytest.approx(2 * (3 * 1.001 + 1.0), rel=1e-6)
+
+
+def test_what_is_held_is_what_memory_says() -> None:
+    cluster = cluster_of(1, 2)
+    scale = Scale(cluster, (0.5, 0.3, 0.2))
+    held = (Holding("x", "saved", 1000, ("", 10)), Holding("y", "saved", 50, None), Holding("z", "saved", 70, ("", 7)))
+    memory = Memory(cluster, held, (590.0, 500.0))
+    assert memory.held(scale) == pytest.approx(bytes_per_kind(held, scale))
+    assert memory.held(scale, but=("", 10)) == pytest.approx(bytes_per_kind(held[1:], scale))
+    assert memory.over(scale) == [0.0, 0.0]
+    assert memory.tightened((100.0, 0.0)).over(scale) == [100.0, 0.0]
