@@ -1,6 +1,6 @@
 """How long planning takes and what it gains. Writes results/planner.json and results/quality.json.
 
-python benchmarks/planner.py [--speed] [--quality] [--quick] [--repeats 5]
+python benchmarks/planner.py [--speed] [--quality] [--quick] [--repeats 3]
 
 Speed is a ratio to `torch.export` of the same model, timed in the same process, in turn and in shuffled order:
 
@@ -95,27 +95,42 @@ Action = Callable[[], object]
 # Timing
 
 
-def in_turn(actions: dict[str, Action], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every repetition of every action, in shuffled order; each is made once before, unless it is long."""
+def in_turn(actions: dict[str, Action], repeats: int) -> dict[str, Any]:
+    """Every repetition of every action, in shuffled order; each is made once before, unless it is long.
+
+    Beside seconds those of the processor are written: on a machine that does other things too, they tell more.
+    """
     shuffle = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in actions}
+    cpu: dict[str, list[float]] = {name: [] for name in actions}
+
+    def keep(name: str, taken: tuple[float, float]) -> None:
+        seconds[name].append(taken[0])
+        cpu[name].append(taken[1])
+
     for name, action in actions.items():
         first = timed(action)
-        if first > LONG_ENOUGH_S / 2:
-            seconds[name].append(first)
+        if first[0] > LONG_ENOUGH_S / 2:
+            keep(name, first)
     for _ in range(repeats):
         for name in shuffle.sample(list(actions), len(actions)):
             if not seconds[name] or sum(seconds[name]) + seconds[name][-1] < LONG_ENOUGH_S:
-                seconds[name].append(timed(actions[name]))
-    return seconds
+                keep(name, timed(actions[name]))
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "median_s": {name: statistics.median(taken) for name, taken in seconds.items()},
+        "median_cpu_s": {name: statistics.median(taken) for name, taken in cpu.items()},
+    }
 
 
-def timed(action: Action) -> float:
+def timed(action: Action) -> tuple[float, float]:
+    """Seconds on the clock and of the processor."""
     conversion.cache_clear()
     gc.collect()
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     action()
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - used
 
 
 class Subject:
@@ -178,12 +193,14 @@ def against_export(case: Case, repeats: int) -> dict[str, Any]:
     actions: dict[str, Action] = {"export": subject.export, "search": partial(subject.search, case.cluster)}
     if case.whole:
         actions["whole"] = partial(subject.plan, case.cluster)
-    seconds = in_turn(actions, repeats)
-    middle = {name: statistics.median(taken) for name, taken in seconds.items()}
-    ratios = {name: middle[name] / middle["export"] for name in middle if name != "export"}
-    told = case.told | {"seconds": seconds, "median_s": middle, "ratio": ratios} | subject.report(case.cluster)
-    print(f"{case.model:<28}", ", ".join(f"{k} {v:.2f} s" for k, v in middle.items()), shown(ratios), flush=True)
-    return told
+    taken = in_turn(actions, repeats)
+    ratio, cpu_ratio = (
+        {name: middle[name] / middle["export"] for name in middle if name != "export"}
+        for middle in (taken["median_s"], taken["median_cpu_s"])
+    )
+    seconds = ", ".join(f"{name} {middle:.2f} s" for name, middle in taken["median_s"].items())
+    print(f"{case.model:<28}", seconds, shown(ratio), f"(processor {shown(cpu_ratio)})", flush=True)
+    return case.told | taken | {"ratio": ratio, "cpu_ratio": cpu_ratio} | subject.report(case.cluster)
 
 
 def shown(ratios: dict[str, float]) -> str:
@@ -191,26 +208,21 @@ def shown(ratios: dict[str, float]) -> str:
 
 
 def by_devices(model: str, repeats: int) -> dict[str, Any]:
-    """The same model and batch on clusters of 8, 64 and 1,024 devices, in turn."""
+    """The same model and batch on clusters of 8, 64 and 1,024 devices, in turn; for one model the whole answer too."""
     subject = Subject(Case(model))
-    actions: dict[str, Action] = {}
-    for cluster in CLUSTERS_BY_SIZE:
-        actions[f"search {cluster}"] = partial(subject.search, cluster)
-        actions[f"whole {cluster}"] = partial(subject.plan, cluster)
-    seconds = in_turn(actions, repeats)
-    middle = {name: statistics.median(taken) for name, taken in seconds.items()}
+    parts = ("search", "whole") if model == "bert" else ("search",)
+    actions: dict[str, Action] = {f"search {name}": partial(subject.search, name) for name in CLUSTERS_BY_SIZE}
+    if "whole" in parts:
+        actions |= {f"whole {name}": partial(subject.plan, name) for name in CLUSTERS_BY_SIZE}
+    taken = in_turn(actions, repeats)
     first, *_, last = CLUSTERS_BY_SIZE
-    ratios = {name: middle[f"{name} {last}"] / middle[f"{name} {first}"] for name in ("search", "whole")}
-    print(f"{model:<28} 8 to 1,024 devices", shown(ratios), flush=True)
-    reports = {cluster: subject.report(cluster) for cluster in CLUSTERS_BY_SIZE}
-    return {
-        "model": model,
-        "batch": HAP_BATCH,
-        "seconds": seconds,
-        "median_s": middle,
-        "ratio": ratios,
-        "on": reports,
-    }
+    ratio, cpu_ratio = (
+        {name: middle[f"{name} {last}"] / middle[f"{name} {first}"] for name in parts}
+        for middle in (taken["median_s"], taken["median_cpu_s"])
+    )
+    print(f"{model:<28} 8 to 1,024 devices", shown(ratio), f"(processor {shown(cpu_ratio)})", flush=True)
+    told = {"model": model, "batch": HAP_BATCH, "ratio": ratio, "cpu_ratio": cpu_ratio}
+    return told | taken | {"on": {cluster: subject.report(cluster) for cluster in CLUSTERS_BY_SIZE}}
 
 
 def growth(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -224,8 +236,8 @@ def speed(repeats: int, quick: bool) -> dict[str, Any]:
         return {"cases": [against_export(case, 1) for case in (Case("bert:layers=2"), Case("vgg19"))]}
     started = time.perf_counter()
     cases = [against_export(case, repeats) for case in (*HAP, LLAMA)]
-    depth = [against_export(case, min(repeats, 3)) for case in DEPTH]
-    devices = [by_devices(case.model, min(repeats, 3)) for case in HAP if ":" not in case.model]
+    depth = [against_export(case, repeats) for case in DEPTH]
+    devices = [by_devices(case.model, repeats) for case in HAP if ":" not in case.model]
     grown = growth(depth)
     print(f"bert from {LAYERS[0]} to {LAYERS[-1]} layers", shown(grown))
     searches = [*cases, *depth, *(on for case in devices for on in case["on"].values())]
@@ -364,7 +376,7 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true", help="only how long planning takes")
     parser.add_argument("--quality", action="store_true", help="only what it gains")
     parser.add_argument("--quick", action="store_true", help="a few cases, once each; nothing is written")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     both = chosen.speed == chosen.quality

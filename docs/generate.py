@@ -205,7 +205,8 @@ def _devices(data: dict[str, Any]) -> list[str]:
         f"|---|---|{'---|' * len(clusters)}---|",
     ]
     for case in data["devices"]:
-        for part, said in (("search", "one search"), ("whole", "whole answer")):
+        for part in case["ratio"]:
+            said = {"search": "one search", "whole": "whole answer"}[part]
             seconds = " | ".join(f"{case['median_s'][f'{part} {name}']:.3f} s" for name in clusters)
             lines.append(f"| `{case['model']}` | {said} | {seconds} | {case['ratio'][part]:.2f} |")
     return [*lines, ""]

@@ -86,7 +86,16 @@ class Limits:
 
     stores: Callable[[Leaf], tuple[Placement, ...]]
     allowed: Callable[[Node, Rule], bool]
+    pinned: bool = False  # whether either leaves out anything a classic might do
     deadline: float = math.inf  # of time.perf_counter()
+
+    def respected_by(self, program: Program) -> bool:
+        """Whether a program that was not searched within these limits keeps to them."""
+        placed = dict(program.leaves)
+        return not self.pinned or (
+            all(placed[leaf.value.name] in self.stores(leaf) for leaf in program.graph.parameters)
+            and all(self.allowed(step.node, step.rule) for step in program.steps)
+        )
 
     @property
     def left_s(self) -> float:
@@ -156,8 +165,8 @@ class Workshop:
         """The best candidate that fits."""
         if self.best is not None:
             return self.best
-        # The one that comes nearest tells best what is missing.
-        nearest = min(self.tried, key=_excess)
+        # Of those that use most devices, the one that comes nearest tells best what is missing.
+        nearest = min(self.tried, key=lambda candidate: (-candidate.on.devices, _excess(candidate)))
         held = holdings(nearest.program, self.optimizer, regather=nearest.regather, devices=nearest.on.devices)
         check_fits(held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on))
         return nearest
@@ -179,7 +188,7 @@ class Workshop:
         memory = bytes_per_kind(laid.held, scale)
         fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
         candidate = Candidate(name, on, program, shares, regather, timeline, memory, fits, found)
-        if candidate.beats(self.best):
+        if candidate.beats(self.best) and self.limits.respected_by(program):
             self.best = candidate
         if self.best is None:
             self.tried.append(candidate)
@@ -258,9 +267,17 @@ class Workshop:
         return found
 
     def balanced(
-        self, name: str, on: Cluster, program: Program, reference: Shares, regather: bool, found: Found | None = None
+        self,
+        name: str,
+        on: Cluster,
+        program: Program,
+        reference: Shares,
+        regather: bool,
+        found: Found | None = None,
+        *,
+        polish: bool = False,
     ) -> Candidate | None:
-        """The program with the best shares for it; None if none fit in memory."""
+        """The program with the best shares for it; None if none fit in memory. Polished, whole units fit better."""
         network, laid = self.costs(on).network, self.laid_out(on, program, regather)
         try:
             shares = balance(
@@ -270,6 +287,7 @@ class Workshop:
                 network,
                 reference=reference,
                 memory_limits=memory_limits(on),
+                polish=polish,
                 judge=lambda shares: run(laid.schedule, network, Scale(on, shares)).step_s,
             ).shares
         except DoesNotFitError:
@@ -325,7 +343,7 @@ class Workshop:
         byte_s = tuple(memory_price * ideal_s / limit for limit in memory_limits(on)) if memory_price else ()
         found = self.search(on, shares, hidden=hidden, byte_s=byte_s, regather=regather)
         as_is = self.judge(name, on, found.program, shares, regather, found)
-        made = self.balanced(name, on, found.program, shares, regather, found)
+        made = self.balanced(name, on, found.program, shares, regather, found, polish=not as_is.fits)
         both = [as_is, made] if made else [as_is]
         return min(both, key=lambda candidate: (not candidate.fits, candidate.step_s)), not as_is.fits
 
@@ -343,6 +361,9 @@ class Workshop:
             best: Candidate | None = None
             for estimate in tries:
                 made = self._turn(f"from {seed}", on, shares, estimate or self._covered(best), known, said)
+                if made is None and best is None:
+                    # What does not fit does so whatever is hidden, and the balance tried all shares.
+                    break
                 if made is not None and made.fits and (best is None or made.step_s < best.step_s):
                     best, hidden = made, estimate or self._covered(best)
             for _ in range(_ROUNDS):
@@ -353,6 +374,8 @@ class Workshop:
                     break
                 best = again
             self.log.append(f"{_said(on)} from {seed}: {', '.join(said)}")
+            if best is None:
+                break
         self.last_hidden = hidden
 
     def _turn(
@@ -396,6 +419,18 @@ class Workshop:
             if not any(max(abs(a - b) for a, b in zip(shares, s, strict=True)) < 1e-9 for s in seen):
                 seen.append(shares.work)
                 yield name, shares
+
+    def settled(self, candidate: Candidate) -> None:
+        """The same pair once more, with more care for whole units."""
+        self.balanced(
+            candidate.name,
+            candidate.on,
+            candidate.program,
+            candidate.shares,
+            candidate.regather,
+            candidate.found,
+            polish=True,
+        )
 
     def segmented(self, candidate: Candidate) -> Candidate | None:
         """The same program with shares of its own for each part of the model."""

@@ -270,20 +270,21 @@ def _print_plan(plan: Plan, name: str, *, full: bool) -> None:
     used = f"{len(plan.devices)} of {plan.cluster.devices}" if plan.on != plan.cluster else f"{plan.cluster.devices}"
     batch = batch_size(plan.graph)
     rate = f", {batch / plan.step_s:,.0f} samples/s" if batch and plan.step_s else ""
-    _say(f"{name} on {plan.cluster.name}: a step of {seconds_text(plan.step_s)}{rate} with {used} devices", "bold")
+    _say(f"{name} on {plan.cluster.name}", "bold")
+    _say(f"a step of {seconds_text(plan.step_s)}{rate}, with {used} devices")
     sections = (
         ("program", program_lines(plan, full=full)),
         ("devices", device_lines(plan)),
         (f"a step  {seconds_text(plan.step_s)}", breakdown_lines(plan)),
         ("compared with", baseline_lines(plan)),
         ("search", search_lines(plan)),
-        ("notes", [f"  {note}" for note in plan.notes]),
+        ("notes", note_lines(plan)),
     )
     for title, lines in sections:
-        if lines := list(lines):
-            _say(f"\n{title}", "bold")
-            for line in lines:
-                _say(line)
+        for number, line in enumerate(lines):
+            if not number:
+                _say(f"\n{title}", "bold")
+            _say(line)
 
 
 def _fit(text: str, width: int) -> str:
@@ -431,6 +432,11 @@ def search_lines(plan: Plan) -> Iterator[str]:
     yield f"  cost {seconds_text(s.cost_s)}, bound {seconds_text(s.bound_s)}, {gap}: {s.why}"
     times = f"captured in {seconds_text(plan.capture_s)}, " if plan.capture_s else ""
     yield f"  {times}planned in {seconds_text(plan.planning_s)}"
+
+
+def note_lines(plan: Plan) -> Iterator[str]:
+    for note in plan.notes:
+        yield from textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def diff_lines(differences: Iterable[Difference]) -> Iterator[str]:

@@ -106,6 +106,7 @@ def plan_graph(
         if shop.best is None or shop.ideal_s(part) < shop.best.step_s:
             shop.improve(part, seeds=3 if part is cluster else 1)
     shop.segmented(shop.chosen)
+    shop.settled(shop.chosen)
     devices, nodes = _without(shop, cluster)
     return _answer(shop, cluster, classics, devices, nodes, time.perf_counter() - started)
 
@@ -139,7 +140,7 @@ def _limits(book: RuleBook, pins: Sequence[str], deadline: float) -> Limits:
         placed = zip(node.results, rule.gives, strict=True)
         return not given or all(given.get(value.name, give) == give for value, give in placed)
 
-    return Limits(stores, allowed, deadline)
+    return Limits(stores, allowed, bool(pins), deadline)
 
 
 def stores_of(book: RuleBook, leaf: Leaf) -> tuple[Placement, ...]:
@@ -249,8 +250,9 @@ def _left_with(
     made = [
         shop.fitting("without", part, shares, shop.last_hidden or NOTHING_HIDDEN),
         shop.balanced("without", part, best.program, shares, best.regather, best.found),
-        *shop.plain_balanced(part),
     ]
+    if best.found is None or shop.memory_price:
+        made += shop.plain_balanced(part)
     return min((candidate.step_s for candidate in made if candidate is not None and candidate.fits), default=math.inf)
 
 
@@ -296,8 +298,10 @@ def _answer(
 def _notes(shop: Workshop, cluster: Cluster, best: Candidate) -> Iterator[str]:
     """What a reader should know beside the numbers."""
     if idle := [name for name in cluster.device_names if name not in best.on.device_names]:
-        count = f"{len(idle)} of {cluster.devices} devices are" if len(idle) > 1 else f"{idle[0]} is"
-        yield f"{count} left out: with them a step would take longer"
+        if len(idle) == 1:
+            yield f"{idle[0]} is left out: with it a step would take longer"
+        else:
+            yield f"{len(idle)} of {cluster.devices} devices are left out: with them a step would take longer"
     for node in shop.book.only_whole:
         yield f"{node.op} runs whole on every device ({node.source}): nobody has described how it could be cut"
     if best.found is not None and best.found.gap > 0:

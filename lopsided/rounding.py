@@ -139,10 +139,10 @@ class _Ladder:
     def moves(self, levels: Levels) -> Iterator[Levels]:
         """From each kind to each other, in small steps and large ones."""
         kinds = range(len(self.counts))
-        for source in kinds:
-            for step in sorted({1, levels[source] // 8, levels[source]} - {0}):
+        for source in (k for k in kinds if levels[k]):
+            for step in sorted({1, levels[source] // 8 or 1, levels[source]}):
                 for to in kinds:
-                    if to != source and step <= levels[source]:
+                    if to != source:
                         yield self._moved(levels, source, to, step)
 
     def _moved(self, levels: Levels, source: int, to: int, step: int) -> Levels:
@@ -198,7 +198,7 @@ class _View:
                 beside = [(size, units.largest(tuple(cuts))) for size, cuts in cut_parts]
                 self.sent.append(_Sent(message, weight, others, beside))
         memory = rounding.memory
-        self.byte_per_unit = memory.cut.get(cut, 0) / self.length
+        self.bytes_per_unit = memory.cut.get(cut, 0) / self.length
         held = memory.held(units, but=cut)
         # The byte more is what `Memory.over` forgives.
         self.room = [limit - size + 1 for limit, size in zip(memory.limits, held, strict=True)]
@@ -212,7 +212,7 @@ class _View:
         for sent in self.sent:
             seconds += sent.seconds(self.network, largest)
         parts = zip(self.counts, levels, self.room, strict=True)
-        return Price(sum(count * max(self.byte_per_unit * q - room, 0.0) for count, q, room in parts), seconds)
+        return Price(sum(count * max(self.bytes_per_unit * q - room, 0.0) for count, q, room in parts), seconds)
 
     def finish_together(self) -> Levels | None:
         """The levels that finish earliest, if all legs were one: by bisection on the moment, then level by level.
@@ -225,8 +225,8 @@ class _View:
         if not all(seconds > 0 for seconds in per_unit):
             return None
         most = [self.length] * len(self.counts)
-        if self.byte_per_unit:
-            most = [min(self.length, max(0, math.floor(room / self.byte_per_unit))) for room in self.room]
+        if self.bytes_per_unit:
+            most = [min(self.length, max(0, math.floor(room / self.bytes_per_unit))) for room in self.room]
         if self.ladder.units(most) < self.length:
             return None
 

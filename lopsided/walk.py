@@ -23,7 +23,7 @@ So a step is a convex function of the shares as long as messages keep their ways
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -367,10 +367,8 @@ class Memory:
         return Memory(self.cluster, self.holdings, [max(a - b, 1.0) for a, b in zip(self.limits, over, strict=True)])
 
     def excess(self, shares: Shares, scale: type[Scale]) -> DoesNotFitError:
-        """What does not fit, in words, as if a device had no more memory than its limit."""
-        kinds = zip(self.cluster.kinds, self.limits, strict=True)
-        limited = replace(self.cluster, kinds=tuple(replace(k, memory_bytes=max(int(limit), 1)) for k, limit in kinds))
-        error = describe_excess(self.holdings, scale(limited, shares))
+        """What does not fit, in words."""
+        error = describe_excess(self.holdings, scale(self.cluster, shares), [int(limit) for limit in self.limits])
         return error or DoesNotFitError(
             "the program fills the memory of every device to the last byte",
             where=f"cluster {self.cluster.name}",

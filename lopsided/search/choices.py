@@ -144,39 +144,30 @@ def cheapest_tree(start: Placement, wanted: Iterable[Placement], price: Price) -
     targets = frozenset(wanted) - {start}
     if not targets:
         return 0.0, {}
+    tree: Tree = {}
     if start != P and price(start, P) == 0:
-        targets |= {P}
-    direct = _tree(start, targets, price)
-    if R in targets or start == R:
-        return direct
-    by_way_of_r = _tree(start, targets | {R}, price)
-    return by_way_of_r if by_way_of_r[0] < direct[0] else direct
+        tree[P] = start
+        targets -= {P}
+    have = (start, *tree)
+    direct, made = _in_the_best_order(have, targets, price)
+    if R not in targets and start != R:
+        around, source = min((price(q, R), q) for q in have)
+        if around < direct and all(price(R, target) == 0 for target in targets):
+            return around, {**tree, R: source, **dict.fromkeys(targets, R)}
+    return direct, {**tree, **made}
 
 
-def _tree(start: Placement, targets: frozenset[Placement], price: Price) -> tuple[float, Tree]:
-    """Each copy made from one that is there, in the best order; what costs nothing is taken at once."""
-    if len(targets) == 1:
-        (target,) = targets
-        return price(start, target), {target: start}
-    known: dict[frozenset[Placement], tuple[float, Tree]] = {}
-
-    def from_here(have: frozenset[Placement]) -> tuple[float, Tree]:
-        if have in known:
-            return known[have]
-        best: tuple[float, Tree] = (math.inf, {})
-        for target in sorted(targets - have):
-            paid, source = min((price(q, target), q) for q in have)
-            rest, tree = from_here(have | {target})
-            if paid + rest < best[0] or not best[1]:
-                best = (paid + rest, {target: source, **tree})
-            if paid == 0:
-                break
-        if not targets - have:
-            best = (0.0, {})
-        known[have] = best
-        return best
-
-    return from_here(frozenset({start}))
+def _in_the_best_order(have: tuple[Placement, ...], targets: frozenset[Placement], price: Price) -> tuple[float, Tree]:
+    """Each copy made from one that is there; what costs nothing is taken at once."""
+    best: tuple[float, Tree] = (math.inf, {}) if targets else (0.0, {})
+    for target in sorted(targets):
+        paid, source = min((price(q, target), q) for q in have)
+        rest, tree = _in_the_best_order((*have, target), targets - {target}, price)
+        if paid + rest < best[0] or not best[1]:
+            best = (paid + rest, {target: source, **tree})
+        if paid == 0:
+            break
+    return best
 
 
 class _Builder:
