@@ -244,8 +244,24 @@ def _quality(data: dict[str, Any]) -> list[str]:
         f"{len(compared) - len(gained)} gain nothing. Median {_middle(over_dp):.2f}× over the best of DP-EV and DP-CP "
         f"(from {over_dp[0]:.2f}× to {over_dp[-1]:.2f}×), {_middle(over_classics):.2f}× over the best of all classics "
         f"(from {over_classics[0]:.2f}× to {over_classics[-1]:.2f}×). Plans with a gap above 0: {unproven}.\n",
+        *_weak_baselines(planned),
         *_speed_ups(rows),
         *_cells(rows),
+    ]
+
+
+def _weak_baselines(planned: list[dict[str, Any]]) -> list[str]:
+    """A warning where data parallelism is not what its name says; nothing where it is."""
+    cells: dict[tuple[str, str], int] = {}
+    for row in planned:
+        if row["dp_uncut"]:
+            cells[row["model"], row["cluster"]] = max(row["dp_uncut"], cells.get((row["model"], row["cluster"]), 0))
+    if not cells:
+        return []
+    told = ", ".join(f"`{model}` on `{cluster}` ({count})" for (model, cluster), count in cells.items())
+    return [
+        "**Weak baselines.** In these cells the data parallelism that is compared with runs some calls whole and not "
+        f"on pieces of the batch (how many), so that the speed-up over it and over FSDP may be too high: {told}.\n"
     ]
 
 

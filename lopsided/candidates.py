@@ -6,7 +6,7 @@ methods is one way to make some:
     classic     the strategies everyone knows, with the shares everyone gives them
     improve     search and balance in turn from several seeds, on one part of a cluster
     fitting     one search and one balance; where memory is short, at the lowest price of memory at which all fits
-    segmented   the same program with shares of its own for each part of the model
+    partly_stored_cut, segmented, settled      what else may be made of a good one
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lopsided.prices import NOTHING_HIDDEN, Hidden, Saves, SharePrices
 from lopsided.program import Program, Step
 from lopsided.rules import RuleBook
 from lopsided.schedule import Schedule, lay_out
-from lopsided.search import Found, Progress, search
+from lopsided.search import Found, Progress, Tables, search
 from lopsided.segments import found_segments
 from lopsided.shares import balance
 from lopsided.simulate import one_device
@@ -41,6 +41,8 @@ MEMORY_IN_USE = 0.92
 _ROUNDS = 2  # of search and balance in turn, after the first from a seed
 _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
 _HALVINGS = 5  # of what lies between them
+_PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut
+_ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
 _REMEMBERED = 8  # programs laid out
 _BETTER = 1 - 1e-3  # by less than this, another pair is not worth the change
 
@@ -66,9 +68,12 @@ class Candidate:
     def beats(self, other: Candidate | None) -> bool:
         if other is None or not self.fits:
             return self.fits
-        # What a search has found as well comes with a proof.
-        proven = self.found is not None and other.found is None
-        return self.step_s < other.step_s * (1 + 1e-9 if proven else _BETTER)
+        if self.step_s > other.step_s * (1 + 1e-9):
+            return False
+        if self.step_s < other.step_s * _BETTER:
+            return True
+        # As fast: fewer devices are better, and what a search has found as well comes with a proof.
+        return (self.on.devices, self.found is None) < (other.on.devices, other.found is None)
 
 
 @dataclass(frozen=True)
@@ -148,10 +153,13 @@ class Workshop:
         self.graph, self.book, self.optimizer = graph, book, optimizer
         self.limits, self.progress = limits, progress
         self.dtype = speed_dtype(graph)
+        self.trained = {leaf.value.name for leaf in graph.parameters if leaf.value.grad}
         self.best: Candidate | None = None
         self.memory_price, self.regather = 0.0, False  # at which the last search that was short of memory ended
         self.tried: list[Candidate] = []  # until one fits
-        self.searched: list[Found] = []
+        self.started = time.perf_counter()
+        self.searches = self.states = 0
+        self.first: Found | None = None  # search of the whole cluster without other limits than the user's
         self.plain: tuple[tuple[str, Program, bool], ...] = ()
         self.last_hidden: Hidden | None = None  # the estimate that led to the best program
         self.log: list[str] = []
@@ -159,6 +167,7 @@ class Workshop:
         self._ideal: dict[str, float] = {}
         self._laid: dict[tuple[str, int, bool], Laid] = {}
         self._saved: Saves = {}
+        self._conversions: dict[tuple[str, Shares], Tables] = {}
 
     @property
     def chosen(self) -> Candidate:
@@ -221,7 +230,7 @@ class Workshop:
         prices = SharePrices(self.costs(on), Scale(on, self.equal(on)))
         program = data_parallel(self.book, prices)
         yield self.judge("dp-ev", on, program, self.equal(on), False)
-        yield self.judge("dp-cp", on, program, self.by_speed(on), False)
+        yield (by_speed := self.judge("dp-cp", on, program, self.by_speed(on), False))
         cut = stored_cut(program)
         yield self.judge("fsdp", on, cut, self.equal(on), True)
         dims = batch_dims(program)
@@ -232,8 +241,7 @@ class Workshop:
         yield min(singles, key=lambda single: (not single.fits, single.step_s))
         # Not what anyone has, but what the classics could be with the right shares.
         self.plain = (("dp balanced", program, False), ("zero balanced", cut, False), ("zero balanced", cut, True))
-        if on.devices > 1:
-            list(self.plain_balanced(on))
+        self.partly_stored_cut(by_speed)
 
     def plain_balanced(self, on: Cluster) -> Iterator[Candidate]:
         """Data parallelism and ZeRO with the best shares for them."""
@@ -260,10 +268,15 @@ class Workshop:
             prices,
             stores=self.limits.stores,
             allowed=self.limits.allowed if allowed is None else allowed,
+            conversions=self._conversions.setdefault((on.fingerprint, shares), {}),
             time_limit_s=self.limits.left_s,
             progress=self.progress,
         )
-        self.searched.append(found)
+        self.searches += 1
+        self.states += found.states
+        if allowed is None and self.first is None:
+            self.first = found
+        self.progress(Progress(self.states, found.cost_s, found.bound_s, time.perf_counter() - self.started))
         return found
 
     def balanced(
@@ -325,11 +338,12 @@ class Workshop:
             middle = (low + high) / 2
             made, short = self._found(least.name, least.on, shares, hidden, math.exp(middle), least.regather)
             if made.beats(best):
-                best, self.memory_price, self.regather = made, math.exp(middle), least.regather
+                best = made
             if short if natural else not made.fits:
                 low = middle
             else:
                 high = middle
+        self.memory_price, self.regather = math.exp(high), least.regather
         return best
 
     def _found(
@@ -350,13 +364,15 @@ class Workshop:
     def improve(self, on: Cluster, *, seeds: int = 3) -> None:
         """Search and balance in turn, from several seeds: shares to begin with, and how much computation may hide.
 
-        What is hidden is not a sum and so has no price. Three estimates are tried with the first shares: nothing is,
-        gathering ahead of use is, or as much as the work would cover.
+        What is hidden is not a sum and so has no price. Four estimates are tried with the first shares: nothing is,
+        gathering ahead of use is, all is, or as much as the work would cover.
         """
         known: list[Program] = []
         hidden = self.last_hidden
+        if on.devices > 1:
+            list(self.plain_balanced(on))
         for number, (seed, shares) in enumerate(itertools.islice(self._seeds(on), seeds)):
-            tries = [NOTHING_HIDDEN, Hidden(0.9, 0.0), None] if number == 0 and hidden is None else [hidden]
+            tries = [*_ESTIMATES, None] if number == 0 and hidden is None else [hidden]
             said: list[str] = []
             best: Candidate | None = None
             for estimate in tries:
@@ -382,7 +398,7 @@ class Workshop:
         self, name: str, on: Cluster, shares: Shares, hidden: Hidden, known: list[Program], said: list[str]
     ) -> Candidate | None:
         """One search and one balance; None if it comes to nothing new. Says what came of it."""
-        if not self.limits.left_s:
+        if not self.limits.left_s and self.first is not None:
             said.append("out of time")
             return None
         made = self.fitting(name, on, shares, hidden)
@@ -419,6 +435,27 @@ class Workshop:
             if not any(max(abs(a - b) for a, b in zip(shares, s, strict=True)) < 1e-9 for s in seen):
                 seen.append(shares.work)
                 yield name, shares
+
+    def partly_stored_cut(self, candidate: Candidate) -> None:
+        """The same program with some of its whole parameters stored cut: those used last, as there is time to gather.
+
+        Equal layers have equal prices, so a search cuts the parameters of all or of none. Between the two may lie what
+        just fits, or what computation just hides.
+        """
+        on, program = candidate.on, candidate.program
+        placed = dict(program.leaves)
+        order = [name for step in reversed(program.steps) for name in step.node.operands]
+        whole = [name for name in dict.fromkeys(order) if name in self.trained and placed[name] == I]
+        sizes = [self.graph.values[name].bytes for name in whole]
+        if on.devices == 1 or not whole:
+            return
+        made = []
+        for part in _PARTS:
+            last = sum(size <= part * sum(sizes) for size in itertools.accumulate(sizes))
+            cut = stored_cut(program, frozenset(whole[:last]))
+            made.append(self.judge("partly stored cut", on, cut, candidate.shares, candidate.regather, candidate.found))
+        best = min(made, key=lambda c: (not c.fits, c.step_s))
+        self.balanced("partly stored cut", on, best.program, best.shares, best.regather, candidate.found)
 
     def settled(self, candidate: Candidate) -> None:
         """The same pair once more, with more care for whole units."""

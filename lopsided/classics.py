@@ -15,6 +15,7 @@ parallelism the batch is taken away and the search is asked: no hand-written one
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from lopsided.graph import Graph, Leaf, Node
 from lopsided.notation import Rule
@@ -38,9 +39,13 @@ def data_parallel(book: RuleBook, prices: Prices) -> Program:
     return _Walk(book, prices).program()
 
 
-def stored_cut(program: Program) -> Program:
-    """The same program with its parameters stored cut and gathered for use, as ZeRO-3 and FSDP have them."""
-    kept = {leaf.value.name: stored_so(leaf) for leaf in program.graph.parameters}
+def stored_cut(program: Program, which: Collection[str] | None = None) -> Program:
+    """The same program with its parameters (all, or these) stored cut and gathered for use, as ZeRO-3 and FSDP do."""
+    kept = {
+        leaf.value.name: stored_so(leaf)
+        for leaf in program.graph.parameters
+        if which is None or leaf.value.name in which
+    }
     made: set[tuple[str, Placement]] = set()
 
     def chain_of(name: str, chain: Chain) -> Chain:

@@ -69,7 +69,7 @@ def plan_command(
     if not time_limit >= 0:
         raise InputError(f"a time limit of {time_limit:g} s", where="--time-limit", do="give seconds, 0 or more")
     with _status(quiet=as_json) as say:
-        say(f"capture  {model}")
+        say(f"capture and plan  {model}")
         module, data = load_shapes(model, batch)
         found = plan(
             module,

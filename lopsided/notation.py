@@ -106,6 +106,13 @@ class Rule:
     needs: tuple[Placement, ...]
     gives: tuple[Placement, ...]
     how: str = "plain"
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.needs, self.gives, self.how)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         how = "" if self.how == "plain" else f"  [{self.how}]"

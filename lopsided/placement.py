@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
 import torch
@@ -40,6 +40,14 @@ class Placement:
     outer: int = 1
     unit: int = 1
     by: str = ""
+    # Placements are keys everywhere: their hash is computed once.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.kind, self.dim, self.outer, self.unit, self.by)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def is_shard(self) -> bool:

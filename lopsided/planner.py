@@ -105,8 +105,8 @@ def plan_graph(
         # A part cannot be worth it if even dividing its work perfectly would not be.
         if shop.best is None or shop.ideal_s(part) < shop.best.step_s:
             shop.improve(part, seeds=3 if part is cluster else 1)
-    shop.segmented(shop.chosen)
-    shop.settled(shop.chosen)
+    for finish in (shop.partly_stored_cut, shop.segmented, shop.settled):
+        finish(shop.chosen)
     devices, nodes = _without(shop, cluster)
     return _answer(shop, cluster, classics, devices, nodes, time.perf_counter() - started)
 
@@ -265,13 +265,15 @@ def _answer(
     seconds: float,
 ) -> Plan:
     best = shop.chosen
-    found = best.found or shop.searched[0]
-    why = found.why if best.found is not None else f"{best.name} was not beaten"
+    found = best.found or shop.first
+    if found is None:
+        raise InputError("there was no time for a single search", do="give a longer time limit")
+    why = found.why if best.found is not None else f"{found.why}, but {best.name} takes no longer"
     return Plan(
         cluster=cluster,
         on=best.on,
         program=best.program,
-        shares=best.shares,
+        shares=_in_use(best.program, best.shares),
         optimizer=shop.optimizer.name,
         regather=best.regather,
         step_s=best.step_s,
@@ -285,13 +287,25 @@ def _answer(
             found.bound_s,
             found.gap,
             why,
-            len(shop.searched),
+            shop.searches,
             tuple(shop.log),
         ),
         without_device=tuple(devices.items()),
         without_node=tuple(nodes.items()),
         notes=tuple(_notes(shop, cluster, best)),
         planning_s=seconds,
+    )
+
+
+def _in_use(program: Program, shares: Shares) -> Shares:
+    """The shares without names that cut nothing in the program."""
+    placed = [placement for _, placement in program.leaves]
+    placed += [p for step in program.steps for chain in (step.rule.gives, *step.chains) for p in chain]
+    names = {placement.by for placement in placed}
+    return Shares(
+        shares.work,
+        tuple((name, fractions) for name, fractions in shares.named if name in names),
+        tuple((name, length, pieces) for name, length, pieces in shares.cuts if name in names),
     )
 
 

@@ -8,8 +8,8 @@ In: `Costs` and a `Scale`. Out: `SharePrices`.
     store     the slowest kind's update                                               `store`
     memory    + bytes held on each kind × a price per byte, where memory is short
 
-A sum of maxima is an upper bound of what a step takes, and the hidden part is an estimate: prices propose, the timeline
-disposes.
+A sum of maxima is more than a step takes, a full bucket's latency less than a half-full one's, and the hidden part
+is an estimate: prices propose, the timeline disposes.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Timeline:
 
     @property
     def hidden_s(self) -> float:
-        return self.hiding_s - self.exposed_s
+        return max(self.hiding_s - self.exposed_s, 0.0)
 
     @property
     def breakdown(self) -> dict[str, float]:

@@ -65,6 +65,8 @@ ORDER = (
     "planfile",
     "listing",
     "plandiff",
+    "terminal",
+    "cli_plan",
     "cli",
 )
 MODULES = {

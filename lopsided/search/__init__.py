@@ -18,10 +18,10 @@ from lopsided.notation import Rule
 from lopsided.program import Program
 from lopsided.rules import RuleBook
 from lopsided.search.astar import TABLE_LIMIT, Progress, gap_of, solve
-from lopsided.search.choices import Prices, Stores, choices
+from lopsided.search.choices import Prices, Stores, Tables, choices
 from lopsided.search.reduction import Memory
 
-__all__ = ["Found", "Memory", "Prices", "Progress", "gap_of", "search"]
+__all__ = ["Found", "Memory", "Prices", "Progress", "Tables", "gap_of", "search"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,13 @@ def search(
     allowed: Callable[[Node, Rule], bool] = lambda node, rule: True,
     reduce: bool = True,
     remember: bool = True,
+    conversions: Tables | None = None,
     time_limit_s: float = math.inf,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Found:
     """The cheapest program of the book. With `reduce` off everything is left to A*, for those who have the time."""
     started = time.perf_counter()
-    chosen = choices(book, prices, stores=stores, allowed=allowed)
+    chosen = choices(book, prices, stores=stores, allowed=allowed, conversions=conversions)
     built_s = time.perf_counter() - started
     solution = solve(
         chosen.problem,

@@ -76,6 +76,7 @@ class Choices:
 
 
 Stores = Callable[[Leaf], tuple[Placement, ...]]
+Tables = dict[object, Table]  # by what they were made of
 
 
 def choices(
@@ -84,9 +85,15 @@ def choices(
     *,
     stores: Stores | None = None,
     allowed: Callable[[Node, Rule], bool] = lambda node, rule: True,
+    conversions: Tables | None = None,
 ) -> Choices:
-    """The problem of a rule book. `stores` and `allowed` narrow it: how parameters are kept, which rules are used."""
-    return _Builder(book, prices, stores or (lambda leaf: book.leaves[leaf.value.name]), allowed).build()
+    """The problem of a rule book. `stores` and `allowed` narrow it: how parameters are kept, which rules are used.
+
+    `conversions` keeps tables that depend on the prices of activations' conversions alone, for the next search with
+    the same of these.
+    """
+    keep = {} if conversions is None else conversions
+    return _Builder(book, prices, stores or (lambda leaf: book.leaves[leaf.value.name]), allowed, keep).build()
 
 
 def free_values(graph: Graph, prices: Prices) -> frozenset[str]:
@@ -171,14 +178,22 @@ def _in_the_best_order(have: tuple[Placement, ...], targets: frozenset[Placement
 
 
 class _Builder:
-    def __init__(self, book: RuleBook, prices: Prices, stores: Stores, allowed: Callable[[Node, Rule], bool]) -> None:
+    def __init__(
+        self,
+        book: RuleBook,
+        prices: Prices,
+        stores: Stores,
+        allowed: Callable[[Node, Rule], bool],
+        conversions: Tables,
+    ) -> None:
         self.book, self.graph, self.prices = book, book.graph, prices
         self.stores, self.allowed = stores, allowed
         self.free = free_values(book.graph, prices)
         self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
         self.sizes: list[int] = []
         self.factors: list[Factor] = []
-        self.known: dict[object, Table] = {}  # tables by what they were made of: equal ones are one object
+        self.known: Tables = {}  # equal ones are one object
+        self.conversions = conversions
         self.menus: dict[object, tuple[Rule, ...]] = {}
         self.signatures: dict[str, int] = {}
         self.known_sets: dict[object, tuple[Needs, ...]] = {}
@@ -237,10 +252,10 @@ class _Builder:
         self.sizes.append(size)
         return len(self.sizes) - 1
 
-    def _factor(self, scope: tuple[int, ...], key: object, make: Callable[[], Table]) -> None:
-        table = self.known.get(key)
+    def _factor(self, scope: tuple[int, ...], key: object, make: Callable[[], Table], tables: Tables) -> None:
+        table = tables.get(key)
         if table is None:
-            table = self.known[key] = make()
+            table = tables[key] = make()
         if table.ndim > 1 and not table.any():
             return
         self.factors.append(Factor(scope, table))
@@ -300,7 +315,7 @@ class _Builder:
                 table = table + [fetched[frozenset(rule.needs[k] for k in places)] for rule in menu]
             return table
 
-        self._factor((variable,), key, make)
+        self._factor((variable,), key, make, self.known)
 
     def fetched(self, leaf: Leaf, needs: Needs) -> tuple[float, Placement]:
         return cheapest_store(leaf, self.kept_stores[leaf.value.name], needs, self.prices, self._price(leaf.value))
@@ -347,7 +362,11 @@ class _Builder:
     def _leaf_factor(self, leaf: Leaf, copies: tuple[int, tuple[Needs, ...]]) -> None:
         variable, sets = copies
         key = ("leaf", self._value_key(leaf.value), sets)
-        self._factor((variable,), key, lambda: np.array([self.fetched(leaf, needs)[0] for needs in sets]))
+
+        def make() -> Table:
+            return np.array([self.fetched(leaf, needs)[0] for needs in sets])
+
+        self._factor((variable,), key, make, self.known)
 
     def _use_factor(
         self, node: Node, menu: tuple[Rule, ...], variable: int, name: str, copies: tuple[int, tuple[Needs, ...]]
@@ -361,7 +380,7 @@ class _Builder:
             return np.array([[0.0 if need <= have else math.inf for need in needs] for have in sets])
 
         # A leaf's variable and a result's variable both come before their consumers'.
-        self._factor((shared, variable), key, make)
+        self._factor((shared, variable), key, make, self.conversions)
 
     def _make_factor(
         self, node: Node, k: int, menu: tuple[Rule, ...], variable: int, copies: tuple[int, tuple[Needs, ...]]
@@ -376,7 +395,7 @@ class _Builder:
             rows = {give: [cheapest_tree(give, have, price)[0] for have in sets] for give in dict.fromkeys(gives)}
             return np.array([rows[give] for give in gives])
 
-        self._factor((variable, shared), key, make)
+        self._factor((variable, shared), key, make, self.conversions)
 
     def _hand_on(
         self, node: Node, k: int, rules: Mapping[str, tuple[int, tuple[Rule, ...]]], user: Node | None
@@ -399,7 +418,7 @@ class _Builder:
             table = np.array([[known[give, need] for need in needs] for give in gives])
             return table[:, 0] if user is None else table
 
-        self._factor((variable,) if taker is None else (variable, taker[0]), key, make)
+        self._factor((variable,) if taker is None else (variable, taker[0]), key, make, self.conversions)
 
 
 def _generators(placements: Needs, price: Price) -> list[Placement]:
