@@ -167,11 +167,12 @@ def _speed(data: dict[str, Any]) -> list[str]:
     ]
     for case in data["cases"]:
         middle, ratio, search = case["median_s"], case["ratio"], case["search"]
+        once = " (once)" if len(case["seconds"]["whole"]) == 1 else ""
         kind = "" if case["dtype"] == "f32" else f", {case['dtype']}"
         lines.append(
             f"| `{case['model']}` | `{case['cluster']}` | {case['batch']:,}{kind} | {case['nodes']:,} "
             f"| {middle['export']:.2f} s | {middle['search']:.3f} s | {ratio['search']:.2f} | {search['gap']:.2g} "
-            f"| {search['states']:,} | {search['expanded']:,} | {middle['whole']:.2f} s | {ratio['whole']:.2f} "
+            f"| {search['states']:,} | {search['expanded']:,} | {middle['whole']:.2f} s{once} | {ratio['whole']:.2f} "
             f"| {case['whole']['searches']} |"
         )
     return [*lines, ""]

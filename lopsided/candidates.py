@@ -312,12 +312,10 @@ class Workshop:
 
         That price, once found, is where the next search begins.
         """
-        best: Candidate | None = None
-        for dearer in (1, 2, 4, 8) if self.memory_price else (0,):
-            made, short = self._found(name, on, shares, hidden, dearer * self.memory_price, self.regather)
-            if made.fits and (dearer or not short):
-                return made
-            best = made if made.fits else best
+        made, short = self._found(name, on, shares, hidden, self.memory_price, self.regather)
+        if made.fits and (self.memory_price or not short):
+            return made
+        best = made if made.fits else None
         for regather in (False, True):
             # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
             least, _ = self._found(name, on, shares, hidden, _DEAREST, regather)
@@ -331,7 +329,7 @@ class Workshop:
 
         With any shares, or, where that is so without a price, with those that suit the work (`natural`).
         """
-        best, low, high = least, math.log(_CHEAPEST), math.log(_DEAREST)
+        best, low, high = least, math.log(self.memory_price or _CHEAPEST), math.log(_DEAREST)
         for _ in range(_HALVINGS):
             if not self.limits.left_s:
                 break

@@ -251,7 +251,7 @@ def _left_with(
         shop.fitting("without", part, shares, shop.last_hidden or NOTHING_HIDDEN),
         shop.balanced("without", part, best.program, shares, best.regather, best.found),
     ]
-    if best.found is None or shop.memory_price:
+    if shop.memory_price:
         made += shop.plain_balanced(part)
     return min((candidate.step_s for candidate in made if candidate is not None and candidate.fits), default=math.inf)
 

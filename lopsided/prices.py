@@ -105,7 +105,8 @@ class SharePrices:
             seconds += self._bucketed(there) * (2 if again else 1) * (1 - self.hidden.ahead)
         if back is not None:
             seconds += self._bucketed(back) * (1 - self.hidden.after)
-        if self.byte_s and not self.regather and stored.is_shard and to.is_whole:
+        # A term of a sum is as large as the whole, and only what was gathered can be gathered again.
+        if self.byte_s and stored.is_shard and (to.kind == "P" or (to.is_whole and not self.regather)):
             seconds += self._held((Holding(value.name, "gathered", value.bytes, None),))
         return seconds
 
