@@ -40,7 +40,7 @@ MEMORY_IN_USE = 0.92
 
 _ROUNDS = 2  # of search and balance in turn, after the first from a seed
 _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
-_HALVINGS = 5  # of what lies between them
+_HALVINGS = 4  # of what lies between them
 _PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut
 _ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
 _REMEMBERED = 8  # programs laid out
@@ -167,6 +167,7 @@ class Workshop:
         self._ideal: dict[str, float] = {}
         self._laid: dict[tuple[str, int, bool], Laid] = {}
         self._saved: Saves = {}
+        self._known: dict[tuple[str, bool], list[tuple[Candidate, bool]]] = {}  # what searches on a part came to
         self._conversions: dict[tuple[str, Shares], Tables] = {}
 
     @property
@@ -354,10 +355,16 @@ class Workshop:
         ideal_s = self.ideal_s(on)
         byte_s = tuple(memory_price * ideal_s / limit for limit in memory_limits(on)) if memory_price else ()
         found = self.search(on, shares, hidden=hidden, byte_s=byte_s, regather=regather)
+        known = self._known.setdefault((on.fingerprint, regather), [])
+        for made, short in known:
+            if made.program == found.program:
+                return made, short
         as_is = self.judge(name, on, found.program, shares, regather, found)
-        made = self.balanced(name, on, found.program, shares, regather, found, polish=not as_is.fits)
-        both = [as_is, made] if made else [as_is]
-        return min(both, key=lambda candidate: (not candidate.fits, candidate.step_s)), not as_is.fits
+        balanced = self.balanced(name, on, found.program, shares, regather, found, polish=not as_is.fits)
+        both = [as_is, balanced] if balanced else [as_is]
+        best = min(both, key=lambda candidate: (not candidate.fits, candidate.step_s))
+        known.append((best, not as_is.fits))
+        return known[-1]
 
     def improve(self, on: Cluster, *, seeds: int = 3) -> None:
         """Search and balance in turn, from several seeds: shares to begin with, and how much computation may hide.
@@ -374,6 +381,9 @@ class Workshop:
             said: list[str] = []
             best: Candidate | None = None
             for estimate in tries:
+                if self.memory_price and best is not None and estimate not in _ESTIMATES[:2]:
+                    # Where memory decides, what is hidden does not.
+                    continue
                 made = self._turn(f"from {seed}", on, shares, estimate or self._covered(best), known, said)
                 if made is None and best is None:
                     # What does not fit does so whatever is hidden, and the balance tried all shares.
@@ -388,7 +398,7 @@ class Workshop:
                     break
                 best = again
             self.log.append(f"{_said(on)} from {seed}: {', '.join(said)}")
-            if best is None:
+            if best is None or self.memory_price:
                 break
         self.last_hidden = hidden
 
