@@ -1,6 +1,6 @@
 """A tour of Lopsided that runs: `python docs/tour.py`.
 
-It builds the whole idea in six steps, on a model small enough to see: what a device holds, how one line of index
+It builds the whole idea in seven steps, on a model small enough to see: what a device holds, how one line of index
 algebra becomes rules, how rules and conversions make a program, and why the program computes what one device does.
 """
 
@@ -98,3 +98,16 @@ for name, gradient in alone.gradients.items():
 for name, buffer in alone.buffers.items():
     assert torch.allclose(buffer, together.buffers[name], rtol=1e-12), name
 print("batch norm's running statistics are those of the whole batch, however it was cut")
+
+title("7  The best program")
+# Random programs are right, and slow. The planner prices every rule and conversion on a cluster, searches for the cheapest
+# program with a proof, balances the shares with a linear program, and compares with what everyone knows.
+home = lopsided.load_cluster("3090+3060")
+with torch.device("meta"):
+    wide = nn.Sequential(nn.Linear(4096, 16384), nn.ReLU(), nn.Linear(16384, 4096))
+    rows = {"input": torch.randn(512, 4096)}
+plan = lopsided.plan(wide, rows, home, loss_fn=lambda out, batch: out.square().sum())
+print(plan.program)
+print("shares", {device: round(plan.share_of(device), 3) for device in home.device_names})
+print(f"a step of {plan.step_s * 1e3:.2f} ms; the best classic: {min(b.step_s for b in plan.baselines) * 1e3:.2f} ms")
+assert all(plan.step_s <= baseline.step_s for baseline in plan.baselines if baseline.fits)

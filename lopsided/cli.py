@@ -29,13 +29,16 @@ from torch.nn.parameter import is_lazy
 
 from lopsided import cli_plan
 from lopsided.capture import capture
+from lopsided.cluster import load_cluster
 from lopsided.errors import InputError, LopsidedError, ModelError, NotationError, SharesError
 from lopsided.graph import Graph
+from lopsided.listing import bytes_text, seconds_text
 from lopsided.models import load
 from lopsided.notation import parse_line
 from lopsided.ops import TABLE, describe
 from lopsided.ops.op import Op
 from lopsided.placement import check_shares
+from lopsided.planner import plan
 from lopsided.rules import RuleBook, derive_rules, describe_call
 from lopsided.sample import random_program
 from lopsided.samples import known_reason, sampled_ops, samples_of
@@ -379,7 +382,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 @app.command("demo")
 def demo_command(verbose: Verbose = False) -> None:
-    """Capture a small GPT, show its rules and a random program, and run it on three unequal imaginary devices."""
+    """Capture a small GPT, run a random program of it on unequal imaginary devices, and plan a big one for real cards."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     spec, shares = "gpt2:layers=2,width=64,heads=4,seq=16,vocab=97,batch=7", (0.5, 0.3, 0.2)
@@ -418,7 +421,32 @@ def demo_command(verbose: Verbose = False) -> None:
     out.print(f"   loss on three          {found.loss.item():.15f}")
     out.print(f"   {len(found.gradients)} gradients: worst relative error {error:.1e} ({where})")
     out.print(f"   {'[green]the same[/green]' if error <= TOLERANCE else '[red]NOT the same[/red]'}")
+    _demo_plan()
     out.print("\nTry your own model: .venv/bin/lopsided verify your_file.py:your_function")
+    out.print("and your own cards: .venv/bin/lopsided plan your_file.py:your_function --cluster 3090+3060")
+
+
+def _demo_plan() -> None:
+    cluster = load_cluster("2xA6000+2x2080Ti")
+    out.print(
+        f"\n[bold]5  Plan[/bold]  GPT-2, 12 layers, 16 sequences of 1024, on {cluster.name}: the best program and shares"
+    )
+    with torch.device("meta"):
+        module, data = load("gpt2", batch=16)
+    found = plan(module, data, cluster)
+    out.print(
+        f"   {found.search.searches} searches, the best with gap {found.search.gap:.0%}, in {found.planning_s:.1f} s"
+    )
+    for device in cluster.device_names:
+        without = dict(found.without_device)[device]
+        out.print(
+            f"   {device:<20} {found.share_of(device):6.1%} of the work, {bytes_text(found.memory_of(device)):>9}; "
+            f"without it a step takes {seconds_text(without)}"
+        )
+    out.print(f"   {'this plan':<20} {seconds_text(found.step_s):>8} a step")
+    for baseline in found.baselines:
+        took = seconds_text(baseline.step_s) if baseline.fits else "does not fit"
+        out.print(f"   {baseline.name:<20} {took:>8}  {baseline.about}")
     raise typer.Exit(0 if error <= TOLERANCE else 1)
 
 
