@@ -100,8 +100,8 @@ for name, buffer in alone.buffers.items():
 print("batch norm's running statistics are those of the whole batch, however it was cut")
 
 title("7  The best program")
-# Random programs are right, and slow. The planner prices every rule and conversion on a cluster, searches for the cheapest
-# program with a proof, balances the shares with a linear program, and compares with what everyone knows.
+# Random programs are right, and slow. The planner prices every rule and conversion on a cluster, searches for the
+# cheapest program with a proof, balances the shares, and compares with what everyone knows.
 home = lopsided.load_cluster("3090+3060")
 with torch.device("meta"):
     wide = nn.Sequential(nn.Linear(4096, 16384), nn.ReLU(), nn.Linear(16384, 4096))

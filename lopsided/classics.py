@@ -101,6 +101,9 @@ class _Walk:
 
     def _rule(self, node: Node) -> Rule:
         rules = [rule for rule in self.book.rules[node.name] if rule.how != "sfb" and self._leaves_whole(node, rule)]
+        if not any(have.is_shard for name in node.operands for have in self.facts[name]):
+            # It has no batch: every device computes it.
+            rules = [rule for rule in rules if not any(p.is_shard for p in (*rule.needs, *rule.gives))]
         return min(rules, key=lambda rule: (self._price(node, rule), self._converted(node, rule), str(rule)))
 
     def _converted(self, node: Node, rule: Rule) -> int:

@@ -382,7 +382,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 @app.command("demo")
 def demo_command(verbose: Verbose = False) -> None:
-    """Capture a small GPT, run a random program of it on unequal imaginary devices, and plan a big one for real cards."""
+    """Capture a small GPT, run a random program of it on unequal imaginary devices, and plan a big one for cards."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     spec, shares = "gpt2:layers=2,width=64,heads=4,seq=16,vocab=97,batch=7", (0.5, 0.3, 0.2)
