@@ -100,20 +100,35 @@ class _Walk:
         return Program(graph, tuple(leaves), tuple(steps), loss, updates)
 
     def _rule(self, node: Node) -> Rule:
-        rules = [rule for rule in self.book.rules[node.name] if rule.how != "sfb" and self._leaves_whole(node, rule)]
+        every = [rule for rule in self.book.rules[node.name] if rule.how != "sfb"]
+        # Used as `R`, and so summed where they are updated; as `I` only where there is no other way.
+        rules = [rule for rule in every if self._parameters_are(node, rule, "R")]
+        rules = rules or [rule for rule in every if self._parameters_are(node, rule, "IR")]
         if not any(have.is_shard for name in node.operands for have in self.facts[name]):
             # It has no batch: every device computes it.
             rules = [rule for rule in rules if not any(p.is_shard for p in (*rule.needs, *rule.gives))]
-        return min(rules, key=lambda rule: (self._price(node, rule), self._converted(node, rule), str(rule)))
+        return min(
+            rules,
+            key=lambda rule: (
+                self._uncut(node, rule),
+                self._price(node, rule),
+                self._converted(node, rule),
+                str(rule),
+            ),
+        )
+
+    def _uncut(self, node: Node, rule: Rule) -> int:
+        """How many operands that are cut along the batch would no longer be."""
+        placed = zip(node.operands, rule.needs, strict=True)
+        return sum(not need.is_shard for name, need in placed if any(have.is_shard for have in self.facts[name]))
 
     def _converted(self, node: Node, rule: Rule) -> int:
         """How many operands are not there as the rule needs them: of equal prices, what is there is kept."""
         return sum(need not in self.facts[name] for name, need in zip(node.operands, rule.needs, strict=True))
 
-    def _leaves_whole(self, node: Node, rule: Rule) -> bool:
-        return all(
-            need.is_whole for name, need in zip(node.operands, rule.needs, strict=True) if name in self.parameters
-        )
+    def _parameters_are(self, node: Node, rule: Rule, kinds: str) -> bool:
+        placed = zip(node.operands, rule.needs, strict=True)
+        return all(need.kind in kinds for name, need in placed if name in self.parameters)
 
     def _price(self, node: Node, rule: Rule) -> float:
         moved = 0.0

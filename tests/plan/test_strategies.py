@@ -24,7 +24,7 @@ from lopsided.cluster import Cluster, Kind, Link, load_cluster
 from lopsided.cost import Costs, Scale, Transfer, optimizer_named
 from lopsided.graph import Graph, Leaf, Node
 from lopsided.notation import Rule
-from lopsided.placement import I, Placement, R, S, Shares
+from lopsided.placement import I, P, Placement, R, S, Shares
 from lopsided.plan import Plan
 from lopsided.planner import plan_graph, stores_of
 from lopsided.prices import SharePrices
@@ -175,19 +175,20 @@ def assert_right(spec: str, program: Program, shares: Shares) -> None:
 def test_data_parallelism_for_a_large_batch() -> None:
     """Alpa's case: the traffic is one all-reduce of every parameter."""
     book, cluster = book_of(LARGE_BATCH), slow(load_cluster("hap-4"))
-    plan = plan_graph(book.graph, cluster, book=book, optimizer="sgd")
-    printed("data_parallelism", str(plan.program))
-    assert plan.on == cluster
-    assert plan.search.why == "proven"
-    assert set(stored(plan.program).values()) == {I}
-    assert all(chains == {(I, R)} for chains in used(plan.program).values())
-    schedule = schedule_of(plan)
+    found = Searched(book, cluster)
+    printed("data_parallelism", str(found.program))
+    assert set(stored(found.program).values()) == {I}
+    assert all(chains == {(I, R)} for chains in used(found.program).values())
+    schedule = found.schedule
     assert sent(schedule.forward, more_than=4) == Counter()
     assert sent(schedule.backward) == Counter({("all_reduce", n): k for n, k in parameter_bytes(book.graph).items()})
-    # Shares by speed are the best shares for it, so the classic is as good.
+    assert_right(LARGE_BATCH, found.program, by_speed(cluster))
+    # The whole planner cuts the batch as well, and then hides some gathering behind the forward pass.
+    plan = plan_graph(book.graph, cluster, book=book, optimizer="sgd")
+    assert plan.on == cluster
+    assert all(step.rule.gives[0] in (S(0), P) for step in plan.program.steps)
     classic = next(b for b in plan.baselines if b.name == "dp-cp")
-    assert plan.step_s == pytest.approx(classic.step_s)
-    assert_right(LARGE_BATCH, plan.program, plan.shares)
+    assert 0.9 * classic.step_s < plan.step_s <= classic.step_s * (1 + 1e-9)
 
 
 def test_the_halves_of_an_all_reduce_where_they_cost_no_more() -> None:
@@ -283,17 +284,19 @@ def test_two_all_reduces_each_way_in_a_transformer_layer() -> None:
 def test_parameters_stored_cut_and_gathered_where_memory_is_short() -> None:
     book, cluster = book_of(LARGE_BATCH), slow(load_cluster("hap-4"))
     roomy = plan_graph(book.graph, cluster, book=book)
-    assert set(stored(roomy.program).values()) == {I}
-    limit = 180_000
+    assert I in stored(roomy.program).values()
+    limit = 178_000
     assert max(roomy.memory_bytes) > MEMORY_IN_USE * limit
     short = plan_graph(book.graph, with_memory(cluster, limit), book=book)
     printed("stored_cut", str(short.program))
     assert max(short.memory_bytes) <= MEMORY_IN_USE * limit
-    for name, placement in stored(short.program).items():
-        assert placement.is_shard
-        assert used(short.program)[name] == {(placement, R)}
+    # As many as it takes, no more; and what the backward pass does not look at, the biases, is gathered once.
+    cut = {leaf for leaf in book.graph.parameters if stored(short.program)[leaf.target].is_shard}
+    assert 2 * sum(leaf.value.bytes for leaf in cut) > sum(leaf.value.bytes for leaf in book.graph.parameters)
+    for leaf in cut:
+        assert used(short.program)[leaf.target] == {(stored(short.program)[leaf.target], R)}
     schedule = schedule_of(short)
-    sizes = parameter_bytes(book.graph)
+    sizes = Counter(leaf.value.bytes for leaf in cut)
     times = 2 if short.regather else 1
     gathered = sent(t for t in schedule.transfers if t.collective == "all_gather")
     assert {n: k for (_, n), k in gathered.items()} == {n: times * k if n > 128 else k for n, k in sizes.items()}
@@ -434,7 +437,7 @@ def test_a_group_of_broadcasts_where_one_device_has_most_rows() -> None:
     printed("most_rows_on_one_device", str(plan.program))
     assert plan.shares.work[0] > 0.8
     costs, scale = Costs(book.graph, plan.on, optimizer_named("sgd")), Scale(plan.on, plan.shares)
-    moved = [t for t in schedule_of(plan).transfers if t.cuts]
+    moved = [t for t in schedule_of(plan).transfers if t.cuts and not t.hides]
     assert [(t.what, t.collective) for t in moved] == [
         ("relu_4 S0→R", "all_gather"),
         ("∂relu_4 P→S0", "reduce_scatter"),
