@@ -157,6 +157,7 @@ class Workshop:
         self.best: Candidate | None = None
         self.memory_price, self.regather = 0.0, False  # at which the last search that was short of memory ended
         self.tried: list[Candidate] = []  # until one fits
+        self.too_small: list[frozenset[str]] = []  # devices on which no program was found to fit
         self.started = time.perf_counter()
         self.searches = self.states = 0
         self.first: Found | None = None  # search of the whole cluster without other limits than the user's
@@ -223,6 +224,13 @@ class Workshop:
 
     def by_memory(self, on: Cluster) -> Shares:
         return _seed(on, [float(kind.memory_bytes) for kind in on.kinds])
+
+    def is_promising(self, part: Cluster) -> bool:
+        """Whether improving on a part may lead to something: not on part of what is too small, and not where even
+        work that is divided perfectly takes longer than the best."""
+        if any(small.issuperset(part.device_names) for small in self.too_small):
+            return False
+        return self.best is None or self.ideal_s(part) < self.best.step_s
 
     # Making
 
@@ -398,6 +406,8 @@ class Workshop:
                     break
                 best = again
             self.log.append(f"{_said(on)} from {seed}: {', '.join(said)}")
+            if best is None:
+                self.too_small.append(frozenset(on.device_names))
             if best is None or self.memory_price:
                 break
         self.last_hidden = hidden

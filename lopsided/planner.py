@@ -102,8 +102,7 @@ def plan_graph(
     shop = Workshop(graph, narrowed, optimizer_named(optimizer), limits, progress)
     classics = tuple(shop.classics(cluster))
     for part in parts(cluster):
-        # A part cannot be worth it if even dividing its work perfectly would not be.
-        if shop.best is None or shop.ideal_s(part) < shop.best.step_s:
+        if shop.is_promising(part):
             shop.improve(part, seeds=3 if part is cluster else 1)
     for finish in (shop.partly_stored_cut, shop.segmented, shop.settled):
         finish(shop.chosen)
