@@ -139,6 +139,9 @@ def _per_device(cluster: Cluster, weights: Sequence[float]) -> tuple[float, ...]
     )
 
 
+Turns = dict[tuple[Shares, Hidden], Candidate]  # what a turn of search and balance came to, by what it began with
+
+
 class Workshop:
     """What candidates are made with; remembers prices and counts searches."""
 
@@ -380,7 +383,7 @@ class Workshop:
         What is hidden is not a sum and so has no price. Four estimates are tried with the first shares: nothing is,
         gathering ahead of use is, all is, or as much as the work would cover.
         """
-        known: list[Program] = []
+        known: Turns = {}
         hidden = self.last_hidden
         if on.devices > 1:
             list(self.plain_balanced(on))
@@ -406,28 +409,27 @@ class Workshop:
                     break
                 best = again
             self.log.append(f"{_said(on)} from {seed}: {', '.join(said)}")
-            if best is None:
-                self.too_small.append(frozenset(on.device_names))
             if best is None or self.memory_price:
                 break
         self.last_hidden = hidden
 
     def _turn(
-        self, name: str, on: Cluster, shares: Shares, hidden: Hidden, known: list[Program], said: list[str]
+        self, name: str, on: Cluster, shares: Shares, hidden: Hidden, known: Turns, said: list[str]
     ) -> Candidate | None:
-        """One search and one balance; None if it comes to nothing new. Says what came of it."""
+        """One search and one balance; None if nothing fits or time is up. Says what came of it."""
+        if (shares, hidden) in known:
+            return known[shares, hidden]
         if not self.limits.left_s and self.first is not None:
             said.append("out of time")
             return None
         made = self.fitting(name, on, shares, hidden)
         if made is None:
             said.append("does not fit")
-        elif made.program in known:
-            said.append(f"{made.step_s * 1e3:.4g} ms again")
+            self.too_small.append(frozenset(on.device_names))
             return None
-        else:
-            known.append(made.program)
-            said.append(f"{made.step_s * 1e3:.4g} ms")
+        is_known = any(made is candidate for candidate in known.values())
+        said.append(f"{made.step_s * 1e3:.4g} ms{' again' if is_known else ''}")
+        known[shares, hidden] = made
         return made
 
     def _covered(self, candidate: Candidate | None) -> Hidden:

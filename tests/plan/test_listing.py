@@ -101,7 +101,7 @@ def planned(spec: str, zero: bool = False) -> Plan:
 BERT = "bert:layers=12,width=16,heads=2,vocab=31,seq=4,batch=8"
 MODELS = {
     BERT: ("layers.0–11", 12),
-    "gpt2:layers=12,width=16,heads=2,vocab=31,seq=4,batch=8": ("layers.1–11", 11),
+    "gpt2:layers=12,width=16,heads=2,vocab=31,seq=4,batch=8": ("layers.0–11", 12),
     "llama:layers=9,width=16,heads=2,vocab=31,seq=4,batch=8": ("layers.0–8", 9),
     "t5:layers=6,width=16,heads=2,vocab=31,seq=4,batch=8": ("decoder.layers.1–5", 5),
     "vit:layers=5,width=16,heads=2,image=8,batch=8": ("layers.0–4", 5),
