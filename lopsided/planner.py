@@ -267,7 +267,7 @@ def _answer(
     found = best.found or shop.first
     if found is None:
         raise InputError("there was no time for a single search", do="give a longer time limit")
-    why = found.why if best.found is not None else f"{found.why}, but {best.name} takes no longer"
+    why = found.why if best.found is not None else f"{found.why}; taken is {best.name}"
     return Plan(
         cluster=cluster,
         on=best.on,

@@ -166,15 +166,74 @@ def cheapest_tree(start: Placement, wanted: Iterable[Placement], price: Price) -
 
 def _in_the_best_order(have: tuple[Placement, ...], targets: frozenset[Placement], price: Price) -> tuple[float, Tree]:
     """Each copy made from one that is there; what costs nothing is taken at once."""
-    best: tuple[float, Tree] = (math.inf, {}) if targets else (0.0, {})
-    for target in sorted(targets):
+    if len(targets) == 1:
+        (target,) = targets
         paid, source = min((price(q, target), q) for q in have)
-        rest, tree = _in_the_best_order((*have, target), targets - {target}, price)
-        if paid + rest < best[0] or not best[1]:
-            best = (paid + rest, {target: source, **tree})
-        if paid == 0:
-            break
-    return best
+        return paid, {target: source}
+    known: dict[frozenset[Placement], tuple[float, Tree]] = {frozenset(): (0.0, {})}
+
+    def rest(missing: frozenset[Placement]) -> tuple[float, Tree]:
+        if missing not in known:
+            there = (*have, *(targets - missing))
+            offers = sorted((*min((price(q, target), q) for q in there), target) for target in missing)
+            if offers[0][0] == 0:
+                offers = offers[:1]
+            best: tuple[float, Tree] = (math.inf, {})
+            for paid, source, target in offers:
+                more, tree = rest(missing - {target})
+                if paid + more < best[0] or not best[1]:
+                    best = (paid + more, {target: source, **tree})
+            known[missing] = best
+        return known[missing]
+
+    return rest(targets)
+
+
+def tree_prices(start: Placement, sets: Sequence[Needs], price: Price) -> list[float]:
+    """What `cheapest_tree` costs for each of many sets: they have most of their parts in common.
+
+    A tree without one of its leaves is the cheapest tree of what is left. One that reaches `R` has everything, so it
+    is the shortest way there.
+    """
+    have = {start}
+    if start != P and price(start, P) == 0:
+        have.add(P)
+    known: dict[Needs, float] = {frozenset(): 0.0}
+
+    def direct(targets: Needs) -> float:
+        if targets not in known:
+            known[targets] = grown(targets)
+        return known[targets]
+
+    def grown(targets: Needs) -> float:
+        if R in targets and all(price(R, target) == 0 for target in targets):
+            return _distance(have, R, targets, price)
+        best = math.inf
+        for leaf in targets:
+            rest = targets - {leaf}
+            best = min(best, direct(rest) + min(price(q, leaf) for q in (*have, *rest)))
+        return best
+
+    around = min(price(q, R) for q in have)
+    found = []
+    for wanted in sets:
+        targets = wanted - have
+        by_way_of_r = around if all(price(R, target) == 0 for target in targets) else math.inf
+        found.append(min(direct(targets), by_way_of_r) if targets else 0.0)
+    return found
+
+
+def _distance(have: Iterable[Placement], to: Placement, over: Iterable[Placement], price: Price) -> float:
+    """The price of the cheapest chain from something that is there."""
+    reached = dict.fromkeys(have, 0.0)
+    waiting = {p: min(price(q, p) for q in reached) for p in over}
+    while True:
+        nearest = min(waiting, key=lambda p: (waiting[p], p))
+        reached[nearest] = waiting.pop(nearest)
+        if nearest == to:
+            return reached[to]
+        for p in waiting:
+            waiting[p] = min(waiting[p], reached[nearest] + price(nearest, p))
 
 
 class _Builder:
@@ -392,7 +451,7 @@ class _Builder:
 
         def make() -> Table:
             price = self._price(value)
-            rows = {give: [cheapest_tree(give, have, price)[0] for have in sets] for give in dict.fromkeys(gives)}
+            rows = {give: tree_prices(give, sets, price) for give in dict.fromkeys(gives)}
             return np.array([rows[give] for give in gives])
 
         self._factor((variable, shared), key, make, self.conversions)

@@ -22,7 +22,8 @@ from lopsided.placement import I, P, Placement, R, S
 from lopsided.program import Program, check_program
 from lopsided.rules import RuleBook, derive_rules
 from lopsided.search import search
-from lopsided.search.choices import choices
+from lopsided.search.choices import cheapest_tree, choices, tree_prices
+from lopsided.search.choices import price_of as price_of_value
 
 PLACEMENTS = (I, R, P, S(0), S(1))
 
@@ -160,6 +161,17 @@ def test_what_is_remembered_and_what_is_reduced_change_nothing(book: RuleBook, s
 @given(books(), st.integers(0, 10**6))
 def test_a_search_is_deterministic(book: RuleBook, seed: int) -> None:
     assert search(book, RandomPrices(seed)).program == search(book, RandomPrices(seed)).program
+
+
+@given(st.integers(0, 10**6), st.sampled_from(PLACEMENTS), st.lists(st.frozensets(st.sampled_from(PLACEMENTS))))
+def test_many_trees_cost_what_each_does(seed: int, start: Placement, sets: list[frozenset[Placement]]) -> None:
+    value = Value("v", (4, 4), "f32", grad=True)
+    price = price_of_value(value, None, RandomPrices(seed))
+    assert tree_prices(start, sets, price) == [cheapest_tree(start, wanted, price)[0] for wanted in sets]
+    assert all(
+        cheapest_tree(start, wanted, price)[0] == spread(value, start, set(wanted), RandomPrices(seed))
+        for wanted in sets
+    )
 
 
 def test_a_converted_copy_is_shared_by_all_consumers() -> None:
