@@ -257,7 +257,11 @@ class Workshop:
 
     def plain_balanced(self, on: Cluster) -> Iterator[Candidate]:
         """Data parallelism and ZeRO with the best shares for them."""
+        made: Candidate | None = None
         for name, program, regather in self.plain:
+            if regather and made is not None:
+                # Gathering again takes longer and is for those who have to.
+                continue
             made = self.balanced(name, on, program, self.by_speed(on), regather)
             if made is not None:
                 yield made

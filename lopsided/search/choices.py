@@ -117,12 +117,18 @@ Price = Callable[[Placement, Placement], float]  # of a conversion
 
 def price_of(value: Value, leaf: Leaf | None, prices: Prices) -> Price:
     """The price of converting this value; a leaf is fetched, anything else converted. Truth values do not add up."""
-    is_truth = value.dtype == "bool"
+    known: dict[tuple[Placement, Placement], float] = {}
 
     def price(source: Placement, to: Placement) -> float:
+        found = known.get((source, to))
+        if found is None:
+            found = known[source, to] = ask(source, to)
+        return found
+
+    def ask(source: Placement, to: Placement) -> float:
         if source == to:
             return 0.0
-        if is_truth and to.kind == "P":
+        if value.dtype == "bool" and to.kind == "P":
             return math.inf
         return prices.convert(value, source, to) if leaf is None else prices.fetch(leaf, source, to)
 
