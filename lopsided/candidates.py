@@ -14,8 +14,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from lopsided.classics import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
 from lopsided.cluster import Cluster
@@ -43,6 +43,7 @@ _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a d
 _HALVINGS = 4  # of what lies between them
 _PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut
 _ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
+_FEW_KINDS = 3  # of devices: all their subsets are tried
 _REMEMBERED = 8  # programs laid out
 _BETTER = 1 - 1e-3  # by less than this, another pair is not worth the change
 
@@ -91,16 +92,21 @@ class Limits:
 
     stores: Callable[[Leaf], tuple[Placement, ...]]
     allowed: Callable[[Node, Rule], bool]
-    pinned: bool = False  # whether either leaves out anything a classic might do
+    stored: Mapping[str, Placement] = field(default_factory=dict)  # pinned parameters
+    made: Mapping[str, Placement] = field(default_factory=dict)  # pinned values
     deadline: float = math.inf  # of time.perf_counter()
 
     def respected_by(self, program: Program) -> bool:
-        """Whether a program that was not searched within these limits keeps to them."""
+        """Whether a program that was not searched within these limits keeps to them.
+
+        A pin that names no shares leaves open which they are.
+        """
         placed = dict(program.leaves)
-        return not self.pinned or (
-            all(placed[leaf.value.name] in self.stores(leaf) for leaf in program.graph.parameters)
-            and all(self.allowed(step.node, step.rule) for step in program.steps)
-        )
+        if self.made:
+            for step in program.steps:
+                placed.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+        pins = (*self.stored.items(), *self.made.items())
+        return all(placed[name] == pin or placed[name].cut_by("") == pin for name, pin in pins)
 
     @property
     def left_s(self) -> float:
@@ -115,7 +121,7 @@ def _excess(candidate: Candidate) -> float:
 
 def memory_limits(cluster: Cluster) -> tuple[int, ...]:
     """Bytes that a plan may fill, for each kind."""
-    return tuple(int(kind.memory_bytes * MEMORY_IN_USE) for kind in cluster.kinds)
+    return tuple(max(int(kind.memory_bytes * MEMORY_IN_USE), 1) for kind in cluster.kinds)
 
 
 def speed_dtype(graph: Graph) -> str:
@@ -154,19 +160,21 @@ class Workshop:
         progress: Callable[[Progress], None],
     ) -> None:
         self.graph, self.book, self.optimizer = graph, book, optimizer
+        self.plain_book = book  # without segments
         self.limits, self.progress = limits, progress
         self.dtype = speed_dtype(graph)
         self.trained = {leaf.value.name for leaf in graph.parameters if leaf.value.grad}
         self.best: Candidate | None = None
         self.memory_price, self.regather = 0.0, False  # at which the last search that was short of memory ended
         self.tried: list[Candidate] = []  # until one fits
-        self.too_small: list[frozenset[str]] = []  # devices on which no program was found to fit
+        self.too_small: list[Cluster] = []  # on which no program was found to fit
         self.started = time.perf_counter()
         self.searches = self.states = 0
         self.first: Found | None = None  # search of the whole cluster without other limits than the user's
         self.plain: tuple[tuple[str, Program, bool], ...] = ()
         self.last_hidden: Hidden | None = None  # the estimate that led to the best program
         self.log: list[str] = []
+        self.interrupted = False
         self._costs: dict[str, Costs] = {}
         self._ideal: dict[str, float] = {}
         self._laid: dict[tuple[str, int, bool], Laid] = {}
@@ -179,10 +187,14 @@ class Workshop:
         """The best candidate that fits."""
         if self.best is not None:
             return self.best
+        if not self.tried:
+            raise DoesNotFitError("no program that keeps the pins was found", do="pin less")
         # Of those that use most devices, the one that comes nearest tells best what is missing.
         nearest = min(self.tried, key=lambda candidate: (-candidate.on.devices, _excess(candidate)))
-        held = holdings(nearest.program, self.optimizer, regather=nearest.regather, devices=nearest.on.devices)
-        check_fits(held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on))
+        held = self.laid_out(nearest.on, nearest.program, nearest.regather).held
+        cut = "even with its parameters cut and gathered for use, " if any(h.use == "gathered" for h in held) else ""
+        what = f"no program was found that fits: {cut}the one that comes nearest"
+        check_fits(held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on), what=what)
         return nearest
 
     # Judging
@@ -204,7 +216,7 @@ class Workshop:
         candidate = Candidate(name, on, program, shares, regather, timeline, memory, fits, found)
         if candidate.beats(self.best) and self.limits.respected_by(program):
             self.best = candidate
-        if self.best is None:
+        if self.best is None and self.limits.respected_by(program):
             self.tried.append(candidate)
         return candidate
 
@@ -215,7 +227,9 @@ class Workshop:
             if len(self._laid) >= _REMEMBERED:
                 self._laid.pop(next(iter(self._laid)))
             schedule = lay_out(program, self.costs(on), regather=regather)
-            held = holdings(program, self.optimizer, regather=regather, devices=on.devices)
+            # The step that works with most is that of the device with the largest share.
+            fewest = max(round(1 / max(self.by_speed(on))), 1)
+            held = holdings(program, self.optimizer, regather=regather, devices=fewest)
             self._laid[key] = Laid(program, schedule, held)
         return self._laid[key]
 
@@ -229,11 +243,13 @@ class Workshop:
         return _seed(on, [float(kind.memory_bytes) for kind in on.kinds])
 
     def is_promising(self, part: Cluster) -> bool:
-        """Whether improving on a part may lead to something: not on part of what is too small, and not where even
-        work that is divided perfectly takes longer than the best."""
-        if any(small.issuperset(part.device_names) for small in self.too_small):
-            return False
-        return self.best is None or self.ideal_s(part) < self.best.step_s
+        """Whether improving on a part may lead to something: not on fewer devices of kinds of which more were too few,
+        and not where even work that is divided perfectly takes longer than the best."""
+        kinds = {kind.likeness for kind in part.kinds}
+        for small in self.too_small:
+            if kinds == {kind.likeness for kind in small.kinds} and set(part.device_names) <= set(small.device_names):
+                return False
+        return self.best is None or self.first is None or self.ideal_s(part) < self.best.step_s
 
     # Making
 
@@ -254,6 +270,20 @@ class Workshop:
         # Not what anyone has, but what the classics could be with the right shares.
         self.plain = (("dp balanced", program, False), ("zero balanced", cut, False), ("zero balanced", cut, True))
         self.partly_stored_cut(by_speed)
+
+    def classic_on_part(self, cluster: Cluster) -> list[Candidate]:
+        """Data parallelism on just the devices of the best candidate, where these are not all: a fairer comparison."""
+        on = self.chosen.on
+        if on.fingerprint == cluster.fingerprint or on.devices == 1:
+            return []
+        return [self.judge("dp-part", on, self.plain[0][1], self.by_speed(on), False)]
+
+    def within(self, book: RuleBook, limits: Limits) -> Workshop:
+        """This workshop, searching another rule book of the same graph from now on."""
+        self.book, self.limits = book, limits
+        self._known.clear()
+        self._conversions.clear()
+        return self
 
     def plain_balanced(self, on: Cluster) -> Iterator[Candidate]:
         """Data parallelism and ZeRO with the best shares for them."""
@@ -328,6 +358,11 @@ class Workshop:
 
         That price, once found, is where the next search begins.
         """
+        if on.devices == 1:
+            # Every program comes to the same there; the plainest is taken.
+            proof = self.search(on, shares)
+            alone = self.judge("single", on, one_device(self.graph), Shares((1.0,)), False, proof)
+            return alone if alone.fits else None
         made, short = self._found(name, on, shares, hidden, self.memory_price, self.regather)
         if made.fits and (self.memory_price or not short):
             return made
@@ -429,7 +464,7 @@ class Workshop:
         made = self.fitting(name, on, shares, hidden)
         if made is None:
             said.append("does not fit")
-            self.too_small.append(frozenset(on.device_names))
+            self.too_small.append(on)
             return None
         is_known = any(made is candidate for candidate in known.values())
         said.append(f"{made.step_s * 1e3:.4g} ms{' again' if is_known else ''}")
@@ -540,8 +575,8 @@ def _single_devices(cluster: Cluster) -> Iterator[Cluster]:
         yield Cluster(cluster.name, cluster.about, (alone,), cluster.within, cluster.between)
 
 
-def parts(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, and what may be faster than all of it: the fastest kinds, half of the fastest, single nodes."""
+def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
+    """The cluster, and what may be faster than all of it: some of its kinds, half of the fastest, single nodes."""
     seen = set()
 
     def new(part: Cluster) -> bool:
@@ -551,9 +586,10 @@ def parts(cluster: Cluster) -> Iterator[Cluster]:
 
     if new(cluster):
         yield cluster
-    order = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].speed, k))
-    for count in range(len(order) - 1, 0, -1):
-        if new(part := cluster.only(order[:count])):
+    order = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].flops(dtype), k))
+    by_memory = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].memory_bytes, k))
+    for kinds in _subsets(order, by_memory):
+        if new(part := cluster.only(kinds)) and part.devices > 1:
             yield part
     fastest = cluster.only(order[:1])
     while fastest.nodes > 1:
@@ -564,6 +600,17 @@ def parts(cluster: Cluster) -> Iterator[Cluster]:
         for alike in cluster.alike_nodes():
             if new(part := _only_node(cluster, alike[0])) and part.devices > 1:
                 yield part
+
+
+def _subsets(order: Sequence[int], by_memory: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Of few kinds all subsets; of many all but one, the fastest, and those with most memory. Large ones first."""
+    if len(order) <= _FEW_KINDS:
+        for size in range(len(order) - 1, 0, -1):
+            yield from itertools.combinations(order, size)
+    else:
+        yield from ([k for k in order if k != without] for without in reversed(order))
+        yield from (order[:count] for count in range(len(order) - 2, 0, -1))
+        yield from (by_memory[:count] for count in range(len(order) - 2, 0, -1))
 
 
 def _fewer_nodes(cluster: Cluster, nodes: int) -> Cluster:

@@ -1,12 +1,13 @@
 """The command line: with `cli_plan`, which has the commands about plans, the only place that prints.
 
 `main` turns every `LopsidedError` into a short message and an exit status: 2 for what the user gave, 1 for a check that
-failed. `-v` shows the traceback as well.
+failed, 130 when interrupted. `-v` shows the traceback as well.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import math
 import os
@@ -43,7 +44,20 @@ from lopsided.rules import RuleBook, derive_rules, describe_call
 from lopsided.sample import random_program
 from lopsided.samples import known_reason, sampled_ops, samples_of
 from lopsided.simulate import one_device, simulate
-from lopsided.terminal import AsJson, Batch, Model, Verbose, err, is_verbose, load_shapes, out
+from lopsided.terminal import (
+    BROKEN_PIPE,
+    AsJson,
+    Batch,
+    Model,
+    Verbose,
+    err,
+    is_verbose,
+    load_shapes,
+    out,
+    print_json,
+    spell_out,
+    stop_writing,
+)
 from lopsided.validate import Finding, as_call, validate
 from lopsided.verify import Verification, compare, suspects, verify
 from lopsided.widen import TOLERANCE, in_float64
@@ -67,25 +81,46 @@ app.command("clusters")(cli_plan.clusters_command)
 def main() -> NoReturn:
     """Run the command line; errors become messages."""
     try:
+        spell_out()
         app(standalone_mode=True)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):
+            sys.exit(BROKEN_PIPE)
+        if end.code == _INTERRUPTED:  # caught by typer, which says nothing
+            _say_interrupted()
+        raise
     except KeyboardInterrupt:
-        sys.exit(130)
+        _say_interrupted()
+        sys.exit(_INTERRUPTED)
     except LopsidedError as error:
         if is_verbose():
             err.print_exception()
         if "--json" in sys.argv:
             told = {"error": type(error).__name__, "what": error.what, "where": error.where, "do": error.do}
-            out.print_json(json.dumps(told))
+            print_json(json.dumps(told))
         err.print(f"[bold]{type(error).__name__}[/bold]: {escape(str(error))}")
         sys.exit(2 if isinstance(error, InputError) else 1)
     except Exception as error:
         # Not one of ours: a mistake of this program, or of a model in a place we did not expect.
+        stop_writing()
         if is_verbose():
             err.print_exception()
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            err.print(escape(f"the output cannot be written: {error.strerror}"))
+            err.print("  do      make room, or write somewhere else")
+            sys.exit(1)
         err.print(escape(f"{type(error).__name__}: {error}"))
         err.print("  do      run it again with -v for the traceback; if the fault is not in the model, report it")
         sys.exit(1)
     sys.exit(0)
+
+
+_INTERRUPTED = 130
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _say_interrupted() -> None:
+    err.print("interrupted")
 
 
 # capture

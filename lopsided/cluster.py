@@ -493,7 +493,7 @@ def parse_cluster(text: str, where: str = "cluster") -> Cluster:
         raise ClusterError(
             f"this is not TOML: {str(error)[:200] or type(error).__name__}",
             where=where,
-            do="write it like the text at the top of lopsided/cluster.py, or start from a copy of a preset",
+            do="docs/clusters.md describes the format; `lopsided clusters NAME` prints a preset to copy and change",
         ) from None
     root.allow("name", "about", "devices", "links", "collectives")
     name, about = root.text("name", '"my-cluster"'), root.text("about", '"..."', "")

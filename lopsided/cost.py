@@ -13,9 +13,9 @@ them in: how large the pieces of each kind are.
     seconds of a transfer     those of the cheapest way                                    `transfer_s`
     seconds of an update      launch / 30 + bytes moved(f) / bytes_per_s                   `Costs.update`
 
-A maximum of two affine functions is not affine. Which side of the roof binds is decided where all devices have equal
-shares (f = 1 / devices), and that side is used for every f: exact at equal shares, and from below elsewhere. A device
-whose share is 0 still pays the constant part.
+A maximum of two affine functions is not affine. Which side of the roof binds is decided at shares by speed, near which
+good shares lie, and that side is used for every f: exact there, and from below elsewhere. A device whose share is 0
+still pays the constant part.
 
 Calls with equal signatures have one price, so the depth of a model costs nothing.
 """
@@ -228,7 +228,7 @@ class Costs:
     def __init__(self, graph: Graph, cluster: Cluster, optimizer: Optimizer) -> None:
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
         self.network = Network(cluster)
-        self._even = 1 / cluster.devices
+        self._total: dict[str, float] = {}  # FLOP/s of all devices together, by dtype
         self._tables: tuple[dict[str, Measured], ...] = tuple({m.call: m for m in k.measured} for k in cluster.kinds)
         self._numbers: dict[object, int] = {}  # of signatures
         self._number_of: dict[str, int] = {}
@@ -316,16 +316,22 @@ class Costs:
         cut_at: Sequence[bool],
         cut: Cut | None,
     ) -> Affine:
-        """The side of the roof that binds where all devices have equal shares."""
+        """The side of the roof that binds at shares by speed."""
         launch = kind.launch_s * kernels
         computing = flops / kind.flops(dtype)
         pieces = sum(size for size, is_cut in zip(sizes, cut_at, strict=True) if is_cut) / kind.bytes_per_s
         wholes = sum(size for size, is_cut in zip(sizes, cut_at, strict=True) if not is_cut) / kind.bytes_per_s
         if cut is None:
             return Affine(launch + max(computing, wholes), 0.0)
-        if computing * self._even >= wholes + pieces * self._even:
+        share = kind.flops(dtype) / self._flops(dtype)
+        if computing * share >= wholes + pieces * share:
             return Affine(launch, computing)
         return Affine(launch + wholes, pieces)
+
+    def _flops(self, dtype: str) -> float:
+        if dtype not in self._total:
+            self._total[dtype] = sum(kind.devices * kind.flops(dtype) for kind in self.cluster.kinds)
+        return self._total[dtype]
 
     def _by_factors(
         self,

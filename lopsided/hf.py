@@ -277,9 +277,8 @@ def parse(text: str, like: object, key: str, where: str) -> Any:
             # Many configurations write 0 or 1 for what is a fraction.
             return int(text) if isinstance(like, int) and text.lstrip("-").isdecimal() else float(text)
     except (KeyError, ValueError) as error:
-        raise ModelError(
-            f"{key}={text} is not a {type(like).__name__}", where=where, do=f"write it like {key}={like}"
-        ) from error
+        wanted = {bool: "true or false", int: "a whole number"}.get(type(like), "a number")
+        raise ModelError(f"{key}={text} is not {wanted}", where=where, do=f"write it like {key}={like}") from error
     if like is None:
         words = {"true": True, "false": False, "none": None}
         if text.lower() in words:

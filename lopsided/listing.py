@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from lopsided.classics import STATE
 from lopsided.cost import Costs, Scale, Transfer, conversion, cut_of, optimizer_named
 from lopsided.graph import Leaf, Node
 from lopsided.placement import Placement
@@ -449,7 +450,58 @@ def folded_seconds(named: Iterable[tuple[str, float]]) -> tuple[tuple[str, int, 
     groups: dict[tuple[str, float], list[str]] = {}
     for name, seconds in named:
         groups.setdefault((skeleton(name), seconds), []).append(name)
-    return tuple((pattern_of(names), len(names), seconds) for (_, seconds), names in groups.items())
+    labels = told_apart([*groups.values()])
+    return tuple(
+        (label, len(names), seconds) for label, ((_, seconds), names) in zip(labels, groups.items(), strict=True)
+    )
+
+
+def told_apart(groups: Sequence[Sequence[str]]) -> list[str]:
+    """A label for each group of names: their pattern, or where that could be another group's, from where to where.
+
+    >>> told_apart([["box/v100-1", "box/v100-2"], ["box/v100-3", "box/v100-4"], ["box/p100-1"]])
+    ['box/v100-1 … v100-2', 'box/v100-3 … v100-4', 'box/p100-1']
+    """
+    patterns = [pattern_of(names) for names in groups]
+    return [
+        pattern if patterns.count(pattern) == 1 else _from_to(names)
+        for pattern, names in zip(patterns, groups, strict=True)
+    ]
+
+
+def _from_to(names: Sequence[str]) -> str:
+    first, last = names[0], names[-1]
+    if first == last:
+        return first
+    node, _, device = last.rpartition("/")
+    return f"{first} … {device if node and first.startswith(f'{node}/') else last}"
+
+
+# Shares of parts of the model
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRow:
+    """Shares that belong to a part of the model: their name, and the modules whose steps are cut by them."""
+
+    name: str
+    modules: tuple[str, ...]
+    steps: int
+
+
+def segment_rows(plan: Plan) -> tuple[SegmentRow, ...]:
+    """A row for each of the shares that is neither that of the work nor that of the state."""
+    found = []
+    for name, _ in plan.shares.named:
+        if name == STATE:
+            continue
+        steps = [step for step in plan.program.steps if any(p.by == name for p in (*step.rule.needs, *step.rule.gives))]
+        alike: dict[str, list[str]] = {}
+        for module in dict.fromkeys(step.node.source.module for step in steps):
+            alike.setdefault(skeleton(module), []).append(module)
+        modules = tuple(pattern_of(names) or "outside of modules" for names in alike.values())
+        found.append(SegmentRow(name, modules, len(steps)))
+    return tuple(found)
 
 
 def parameters_of(program: Program) -> dict[str, Placement]:

@@ -198,7 +198,7 @@ def _kept(node: Node) -> Saved:
     Capture saw kernels of the CPU, and there attention with dropout keeps its scores. Flash and memory-efficient
     attention keep operands, result, and a number a row.
     """
-    if not node.saved.values or not node.op.startswith("aten.scaled_dot_product_attention."):
+    if node.saved == Saved() or not node.op.startswith("aten.scaled_dot_product_attention."):
         return node.saved
     out = node.results[0]
     rows = out.elements // max(out.shape[-1], 1)
@@ -301,7 +301,7 @@ def _parts_at_work(
 
 
 def describe_excess(
-    held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None
+    held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None, *, what: str = "the program"
 ) -> DoesNotFitError | None:
     """What to say if a device does not have the memory: which, how much is missing, what takes it. None if all fits.
 
@@ -325,18 +325,20 @@ def describe_excess(
     biggest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:5]
     uses_of = {name: [h.use for h in held if h.what == name] for name, _ in biggest}
     return DoesNotFitError(
-        f"the program needs {_gib(needed[k])} on {scale.cluster.device_names[start]}{_more(kind)}, "
+        f"{what} needs {_gib(needed[k])} on {scale.cluster.device_names[start]}{_more(kind)}, "
         f"which has {_gib(kind.memory_bytes)}{_of_which(kind, room[k])}: {_gib(missing)} too much",
         where=f"cluster {scale.cluster.name}",
         uses=", ".join(f"{use} {_gib(size)}" for use, size in sorted(uses, key=lambda item: -item[1])),
         biggest="; ".join(f"%{name} ({', '.join(dict.fromkeys(uses_of[name]))}) {_gib(s)}" for name, s in biggest),
-        do="store parameters cut, regather them, use a smaller batch, an optimizer with less state, or more devices",
+        do="use a smaller batch, an optimizer with less state, a narrower dtype, or more devices",
     )
 
 
-def check_fits(held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None) -> None:
+def check_fits(
+    held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None, *, what: str = "the program"
+) -> None:
     """Refuse what does not fit, in words."""
-    if (error := describe_excess(held, scale, limits)) is not None:
+    if (error := describe_excess(held, scale, limits, what=what)) is not None:
         raise error
 
 
@@ -345,7 +347,7 @@ def _more(kind: Kind) -> str:
 
 
 def _of_which(kind: Kind, room: int) -> str:
-    return "" if room == kind.memory_bytes else f", {_gib(room)} of it to be filled"
+    return "" if room == kind.memory_bytes else f" ({_gib(room)} of it usable)"
 
 
 def _gib(size: float) -> str:

@@ -6,10 +6,12 @@ In: a `Plan`, or a text. Out: the other one; `parse_plan(plan_text(plan)) == pla
     "shares"        a fraction for each of "devices", in their order: "work", "state", and those of segments
     "cuts"          lengths that are cut otherwise than by rounding the shares
     "graph", "cluster", "on"   texts of what the plan is for, with "fingerprints": another model needs another plan
-    "prediction_of" what the step time, breakdown and memory in the file were predicted for
+    "prediction_of" digests of what the step time, breakdown and memory were predicted for, and of all figures
 
 An edit of the program or the shares changes what they predict, so these are then predicted anew, and the plan
-says so in its notes. Seconds that cannot be (a step without a device that is needed) are null.
+says so in its notes; so they are where a figure itself was edited. Where fractions were edited and cuts were not, the
+cuts are dropped: they were made for other fractions. Seconds that cannot be (a step without a device that is needed)
+are null.
 
 Files may come from strangers: nothing is evaluated, every key, type and range is checked, and the program must follow
 from the rules of its graph.
@@ -20,9 +22,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from lopsided.cluster import Cluster, parse_cluster
@@ -52,12 +55,30 @@ Predict = Callable[[Program, Shares, Cluster, str, bool], tuple[float, Breakdown
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
+    text = plan_text(plan)
     try:
-        Path(path).write_text(plan_text(plan), encoding="utf-8")
-    except OSError as error:
-        raise PlanError(
-            f"the plan cannot be written: {error.strerror or error}", where=str(path), do="name a file in a folder"
-        ) from None
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, getattr(error, "strerror", None) or str(error)) from None
+
+
+def check_writable(path: str | Path) -> None:
+    """Refuse a path to which no plan can be written, before time is spent on making one."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise _unwritable(path, "this is a directory", "name a file in it")
+        if not path.parent.is_dir():
+            raise _unwritable(path, f"there is no folder {shown(str(path.parent))}", "make the folder first")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise _unwritable(path, "it is not allowed")
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, getattr(error, "strerror", None) or str(error)) from None
+
+
+def _unwritable(path: str | Path, why: str, do: str = "") -> PlanError:
+    do = do or "name a file in a folder that can be written to and has room"
+    return PlanError(f"the plan cannot be written: {why}", where=str(path), do=do)
 
 
 def load_plan(path: str | Path, namespaces: Collection[str] = ()) -> Plan:
@@ -66,7 +87,10 @@ def load_plan(path: str | Path, namespaces: Collection[str] = ()) -> Plan:
     try:
         # Only plain files: a pipe would wait for ever, a device never end.
         if not path.is_file():
-            raise PlanError("there is no such file", where=str(path), do=f"check the path; {_MADE_BY}")
+            what = "there is no such file"
+            if path.exists():
+                what = "this is a directory" if path.is_dir() else "this is not a plain file"
+            raise PlanError(what, where=str(path), do=f"give the path of a plan file; {_MADE_BY}")
         if path.stat().st_size > MOST_BYTES_OF_A_FILE:
             raise PlanError(
                 f"the file is larger than {MOST_BYTES_OF_A_FILE:,} bytes", where=str(path), do="give a plan file"
@@ -103,7 +127,7 @@ def plan_text(plan: Plan) -> str:
             for name, length, pieces in plan.shares.cuts
         ],
         "program": _lines(str(plan.program)),
-        "prediction_of": _prediction_of(plan.program, plan.shares, plan.optimizer, plan.regather),
+        "prediction_of": _prediction_of(plan),
         "search": _fields(plan.search, _SEARCH) | {"rounds": list(plan.search.rounds)},
         "without_device": {name: _or_null(step_s) for name, step_s in plan.without_device},
         "without_node": {name: _or_null(step_s) for name, step_s in plan.without_node},
@@ -126,6 +150,10 @@ _BASELINE = ("name", "about", "step_s", "fits")
 _SEARCH = ("seconds", "states", "cost_s", "bound_s", "gap", "why", "searches")
 
 
+_PREDICTED = "figures"  # the step time, breakdown and memory
+_COMPARED = "comparisons"  # the baselines, steps without something, and what is said of the search
+
+
 def _fields(of: object, names: Iterable[str]) -> dict[str, object]:
     return {name: _or_null(getattr(of, name)) for name in names}
 
@@ -138,13 +166,24 @@ def _lines(text: str) -> list[str]:
     return text.removesuffix("\n").split("\n")
 
 
-def _prediction_of(program: Program, shares: Shares, optimizer: str, regather: bool) -> dict[str, object]:
-    numbers = json.dumps([shares.work, shares.named, shares.cuts])
+def _prediction_of(plan: Plan) -> dict[str, object]:
+    """Of what the figures depend on, and of the figures: those that can be predicted anew, and those that cannot."""
+    shares, search = plan.shares, plan.search
+    predicted = [plan.step_s, astuple(plan.breakdown), plan.memory_bytes]
+    compared = [
+        [astuple(baseline) for baseline in plan.baselines],
+        [plan.without_device, plan.without_node],
+        [getattr(search, name) for name in _SEARCH],
+        [plan.capture_s, plan.planning_s],
+    ]
     return {
-        "program": _digest(str(program)),
-        "shares": _digest(numbers),
-        "optimizer": optimizer,
-        "regather": regather,
+        "program": _digest(str(plan.program)),
+        "shares": _digest(json.dumps([shares.work, shares.named])),
+        "cuts": _digest(json.dumps(shares.cuts)),
+        "optimizer": plan.optimizer,
+        "regather": plan.regather,
+        _PREDICTED: _digest(json.dumps(predicted)),
+        _COMPARED: _digest(json.dumps(compared)),
     }
 
 
@@ -479,24 +518,52 @@ def _named_seconds(table: _Object, names: Collection[str]) -> tuple[tuple[str, f
 
 
 def _edited(plan: Plan, predicted: _Object) -> tuple[str, ...]:
-    """What in the file is not what its predictions were made for."""
-    now = _prediction_of(plan.program, plan.shares, plan.optimizer, plan.regather)
+    """What in the file is not what it was when the file was written."""
+    now = _prediction_of(plan)
     predicted.has_only(tuple(now))
     return tuple(key for key, value in now.items() if predicted.get(key) != value)
 
 
 def _predicted_anew(plan: Plan, edited: Sequence[str], root: _Object, predict: Predict) -> Plan:
     _check_names(plan, root)
+    program, shares = plan.program, plan.shares
+    dropped = "shares" in edited and "cuts" not in edited and bool(shares.cuts)
+    if dropped:
+        shares = replace(shares, cuts=())
     with root.located("edited " + " and ".join(edited)):
-        step_s, breakdown, memory = predict(plan.program, plan.shares, plan.on, plan.optimizer, plan.regather)
+        step_s, breakdown, memory = predict(program, shares, plan.on, plan.optimizer, plan.regather)
     notes = [note for note in plan.notes if not note.startswith(EDITED)]
-    notes.append(f"{EDITED}: {', '.join(edited)}; step time, breakdown and memory are predicted anew, all else is not")
+    notes += [f"{EDITED}: {words}" for words in _what_was_edited(edited, dropped)]
     for kind, (start, stop) in zip(plan.on.kinds, plan.on.spans, strict=True):
         if max(memory[start:stop]) > kind.memory_bytes:
             needs, has = max(memory[start:stop]) / 2**30, kind.memory_bytes / 2**30
-            notes.append(f"{EDITED}: it no longer fits: {kind.name} needs {needs:,.1f} GiB and has {has:,.1f} GiB")
-    search = replace(plan.search, why=EDITED)
-    return replace(plan, step_s=step_s, breakdown=breakdown, memory_bytes=memory, notes=tuple(notes), search=search)
+            notes.append(f"{EDITED}: it does not fit: {kind.name} needs {needs:,.1f} GiB and has {has:,.1f} GiB")
+    # A figure that was edited says nothing about the program, which is still the one that was found.
+    why = EDITED if {*edited} - {_PREDICTED, _COMPARED} else plan.search.why
+    return replace(
+        plan,
+        shares=shares,
+        step_s=step_s,
+        breakdown=breakdown,
+        memory_bytes=memory,
+        notes=tuple(notes),
+        search=replace(plan.search, why=why),
+    )
+
+
+def _what_was_edited(edited: Sequence[str], dropped: bool) -> Iterator[str]:
+    choices = [key for key in edited if key not in (_PREDICTED, _COMPARED)]
+    if choices:
+        yield f"{', '.join(choices)}; step time, breakdown and memory are predicted anew, all else is not"
+    if dropped:
+        yield "the cuts in the file were made for other shares and are dropped; lengths are cut by rounding the shares"
+    if _PREDICTED in edited:
+        yield "step time, breakdown or memory in the file are not what was predicted; they are predicted anew"
+    if _COMPARED in edited:
+        yield (
+            "baselines, steps without a device or what is said of the search are not what was found; these cannot be "
+            "redone from the file and are as the file has them"
+        )
 
 
 def _check_names(plan: Plan, root: _Object) -> None:

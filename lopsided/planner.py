@@ -20,17 +20,17 @@ from torch import nn
 
 from lopsided.candidates import Candidate, Limits, Workshop, parts
 from lopsided.capture import LossFn, capture
-from lopsided.classics import stored_so
+from lopsided.classics import STATE, stored_so
 from lopsided.cluster import Cluster, load_cluster
 from lopsided.cost import Costs, Scale, optimizer_named
-from lopsided.errors import InputError
+from lopsided.errors import InputError, ProgramError
 from lopsided.graph import Graph, Leaf, Node
 from lopsided.memory import bytes_per_kind, holdings
 from lopsided.notation import Rule
 from lopsided.placement import I, Placement, Shares, parse_placement
 from lopsided.plan import Baseline, Breakdown, Plan, SearchReport
 from lopsided.prices import NOTHING_HIDDEN
-from lopsided.program import Program
+from lopsided.program import Program, check_program
 from lopsided.retype import in_dtype
 from lopsided.rules import RuleBook, derive_rules
 from lopsided.schedule import lay_out
@@ -44,7 +44,9 @@ ABOUT = {
     "fsdp": "parameters stored cut and gathered for use (ZeRO-3), equal shares",
     "tensor": "the best tensor parallelism, shares by speed",
     "single": "everything on the fastest device",
+    "dp-part": "data parallelism on the devices of this plan, shares by speed",
 }
+_TURNS = 3  # of looking what each device is worth: each time that finds a better plan
 
 
 def plan(
@@ -96,25 +98,33 @@ def plan_graph(
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The plan of a captured graph."""
+    if not time_limit_s >= 0:
+        raise InputError(f"a time limit of {time_limit_s} s is not one", do="give seconds, 0 or more")
     started = time.perf_counter()
-    narrowed = _narrowed(graph, book or derive_rules(graph), segments)
-    limits = _limits(narrowed, pins, started + time_limit_s)
-    shop = Workshop(graph, narrowed, optimizer_named(optimizer), limits, progress)
-    classics = tuple(shop.classics(cluster))
-    for part in parts(cluster):
-        if shop.is_promising(part):
-            shop.improve(part, seeds=3 if part is cluster else 1)
-    for finish in (shop.partly_stored_cut, shop.segmented, shop.settled):
-        finish(shop.chosen)
-    devices, nodes = _without(shop, cluster)
-    return _answer(shop, cluster, classics, devices, nodes, time.perf_counter() - started)
+    rules = book or derive_rules(graph)
+    limits = _limits(rules, pins, started + time_limit_s)
+    shop = Workshop(graph, rules, optimizer_named(optimizer), limits, progress)
+    in_segments = given_segments(rules, segments) if segments else None
+    classics = list(shop.classics(cluster))
+    try:
+        for part in parts(cluster, shop.dtype):
+            if shop.is_promising(part):
+                shop.improve(part, seeds=3 if part is cluster else 1)
+        if in_segments is not None:
+            shop.within(in_segments, _limits(in_segments, pins, started + time_limit_s)).improve(cluster)
+        for finish in (shop.partly_stored_cut, shop.segmented, shop.settled):
+            if shop.limits.left_s:
+                finish(shop.chosen)
+        worth = _without(shop, cluster) if shop.limits.left_s else ({}, {})
+    except KeyboardInterrupt:
+        # The best so far is an answer; what each device is worth is not known then.
+        shop.interrupted = True
+        worth = {}, {}
+    classics += shop.classic_on_part(cluster)
+    return _answer(shop, cluster, classics, *worth, time.perf_counter() - started)
 
 
 # What narrows the search
-
-
-def _narrowed(graph: Graph, book: RuleBook, segments: Sequence[str]) -> RuleBook:
-    return given_segments(book, segments) if segments else book
 
 
 def _limits(book: RuleBook, pins: Sequence[str], deadline: float) -> Limits:
@@ -125,7 +135,10 @@ def _limits(book: RuleBook, pins: Sequence[str], deadline: float) -> Limits:
         pattern, _, text = pin.rpartition("=")
         if not pattern:
             raise InputError(f"{pin!r} is not a pin", do='write PATTERN=PLACEMENT, for example "encoder.*.weight=I"')
-        placement = parse_placement(text.strip())
+        try:
+            placement = parse_placement(text.strip())
+        except ProgramError as error:
+            raise InputError(error.what, where=f"pin {pin!r}", do="write I, S<dim> or S<dim>@state") from None
         if pattern.startswith("%"):
             _pin_values(book, pattern[1:], placement, pin, given)
         else:
@@ -139,7 +152,7 @@ def _limits(book: RuleBook, pins: Sequence[str], deadline: float) -> Limits:
         placed = zip(node.results, rule.gives, strict=True)
         return not given or all(given.get(value.name, give) == give for value, give in placed)
 
-    return Limits(stores, allowed, bool(pins), deadline)
+    return Limits(stores, allowed, stored, given, deadline)
 
 
 def stores_of(book: RuleBook, leaf: Leaf) -> tuple[Placement, ...]:
@@ -163,14 +176,15 @@ def _pin_parameters(book: RuleBook, pattern: str, placement: Placement, pin: str
             do=f"choose from {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",
         )
     for leaf in found:
-        choices = book.leaves[leaf.value.name]
-        if placement.cut_by("") not in choices:
+        plain = book.leaves[leaf.value.name]
+        choices = dict.fromkeys([*plain, *(p.cut_by(STATE) for p in plain)])
+        if placement not in choices:
             raise InputError(
                 f"{leaf.target} cannot be stored {placement}",
                 where=f"pin {pin!r}",
                 do=f"choose from {', '.join(map(str, choices))}",
             )
-        stored[leaf.value.name] = placement
+        _add_pin(stored, leaf.value.name, placement, leaf.target, pin)
 
 
 def _pin_values(book: RuleBook, pattern: str, placement: Placement, pin: str, given: dict[str, Placement]) -> None:
@@ -190,7 +204,16 @@ def _pin_values(book: RuleBook, pattern: str, placement: Placement, pin: str, gi
                 where=f"pin {pin!r}",
                 do=f"choose from {', '.join(map(str, choices))}",
             )
-        given[node.results[k].name] = placement
+        _add_pin(given, node.results[k].name, placement, f"%{node.results[k].name}", pin)
+
+
+def _add_pin(pinned: dict[str, Placement], name: str, placement: Placement, shown: str, pin: str) -> None:
+    if pinned.setdefault(name, placement) != placement:
+        raise InputError(
+            f"{shown} is pinned twice, as {pinned[name]} and as {placement}",
+            where=f"pin {pin!r}",
+            do="leave one of the pins out, or narrow its pattern",
+        )
 
 
 # The answer
@@ -222,13 +245,17 @@ def _without(shop: Workshop, cluster: Cluster) -> tuple[dict[str, float], dict[s
     """The step without each device and without each node. A smaller cluster that turns out faster becomes the best."""
     devices: dict[str, float] = {}
     nodes: dict[str, float] = {}
-    before = None
-    while before is not shop.best:
+    for _ in range(_TURNS):
         before = shop.best
-        for alike in cluster.alike_devices() if cluster.devices > 1 else ():
-            devices.update(dict.fromkeys(alike, _left_with(shop, alike, Cluster.without_device, cluster)))
         for alike in cluster.alike_nodes() if cluster.nodes > 1 else ():
             nodes.update(dict.fromkeys(alike, _left_with(shop, alike, Cluster.without_node, cluster)))
+        for alike in cluster.alike_devices() if cluster.devices > 1 else ():
+            devices.update(dict.fromkeys(alike, _left_with(shop, alike, Cluster.without_device, cluster)))
+        if before is shop.best:
+            break
+    # Who can do without a node can do without any one device of it.
+    for name in devices:
+        devices[name] = min(devices[name], nodes.get(name.partition("/")[0], math.inf))
     return devices, nodes
 
 
@@ -241,17 +268,17 @@ def _left_with(
     if not names.issuperset(alike):
         # One of them is idle and takes the place of the one that is gone.
         return best.step_s
-    # What is left of the devices in use; where that is nothing, what is left of all.
     is_device = alike[0] in best.on.device_names
     left_over = (best.on.devices if is_device else best.on.nodes) > 1
-    part = shrink(best.on if left_over else cluster, alike[0])
-    shares = shop.by_speed(part)
-    made = [
-        shop.fitting("without", part, shares, shop.last_hidden or NOTHING_HIDDEN),
-        shop.balanced("without", part, best.program, shares, best.regather, best.found),
-    ]
-    if shop.memory_price:
-        made += shop.plain_balanced(part)
+    # What is left of the devices in use, and of all: an idle one may step in.
+    left = [shrink(whole, alike[0]) for whole in (best.on, cluster) if whole is cluster or left_over]
+    made: list[Candidate | None] = []
+    for part in {part.fingerprint: part for part in left}.values():
+        shares = shop.by_speed(part)
+        made.append(shop.fitting("without", part, shares, shop.last_hidden or NOTHING_HIDDEN))
+        made.append(shop.balanced("without", part, best.program, shares, best.regather, best.found))
+        if shop.memory_price:
+            made += shop.plain_balanced(part)
     return min((candidate.step_s for candidate in made if candidate is not None and candidate.fits), default=math.inf)
 
 
@@ -264,6 +291,7 @@ def _answer(
     seconds: float,
 ) -> Plan:
     best = shop.chosen
+    check_program(best.program, shop.plain_book)
     found = best.found or shop.first
     if found is None:
         raise InputError("there was no time for a single search", do="give a longer time limit")
@@ -297,14 +325,14 @@ def _answer(
 
 
 def _in_use(program: Program, shares: Shares) -> Shares:
-    """The shares without names that cut nothing in the program."""
+    """The shares of all names that cut something in the program, and of no others."""
     placed = [placement for _, placement in program.leaves]
     placed += [p for step in program.steps for chain in (step.rule.gives, *step.chains) for p in chain]
-    names = {placement.by for placement in placed}
+    names = {placement.by for placement in placed} - {""}
     return Shares(
         shares.work,
-        tuple((name, fractions) for name, fractions in shares.named if name in names),
-        tuple((name, length, pieces) for name, length, pieces in shares.cuts if name in names),
+        tuple((name, shares.of(name)) for name in sorted(names)),
+        tuple((name, length, pieces) for name, length, pieces in shares.cuts if not name or name in names),
     )
 
 
@@ -312,10 +340,14 @@ def _notes(shop: Workshop, cluster: Cluster, best: Candidate) -> Iterator[str]:
     """What a reader should know beside the numbers."""
     if idle := [name for name in cluster.device_names if name not in best.on.device_names]:
         if len(idle) == 1:
-            yield f"{idle[0]} is left out: with it a step would take longer"
+            yield f"{idle[0]} is left out: no plan that uses it was found to be faster"
         else:
-            yield f"{len(idle)} of {cluster.devices} devices are left out: with them a step would take longer"
+            yield f"{len(idle)} of {cluster.devices} devices are left out: no plan with them was found to be faster"
     for node in shop.book.only_whole:
         yield f"{node.op} runs whole on every device ({node.source}): nobody has described how it could be cut"
+    if shop.interrupted:
+        yield "interrupted: this is the best so far"
+    elif not shop.limits.left_s:
+        yield "the time limit was reached: this is the best so far"
     if best.found is not None and best.found.gap > 0:
-        yield f"the search ended by its {best.found.why}: a program may exist that is {best.found.gap:.1%} cheaper"
+        yield f"{best.found.why}: a program may exist that is up to {best.found.gap:.1%} cheaper"

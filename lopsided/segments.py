@@ -45,7 +45,8 @@ def found_segments(program: Program, weight: Callable[[Step], float]) -> Program
     ranked = sorted(alike.values(), key=lambda members: (-sum(weights[m] for m in members), members[0]))
     names: dict[int, str] = {}
     for number, members in enumerate(ranked[:MOST_SEGMENTS]):
-        names.update((member, f"segment{number}" if number else "") for member in members)
+        # Other names than those of given segments, with which they have nothing to do.
+        names.update((member, f"part{number}" if number else "") for member in members)
     return _renamed(program, lambda fact: names.get(groups.get(fact, -1), ""))
 
 
@@ -117,6 +118,9 @@ def _renamed(program: Program, name_of: Callable[[_Fact], str]) -> Program:
 
 def given_segments(book: RuleBook, patterns: Sequence[str]) -> RuleBook:
     """The rule book with the nodes of matching modules cut by shares named after their pattern."""
+    if "" in patterns:
+        raise InputError("a segment has no name", do='name modules by a pattern, for example "encoder.*"')
+    patterns = tuple(dict.fromkeys(patterns))
     names = [f"segment{k}" for k in range(1, len(patterns) + 1)]
     of_node: dict[str, str] = {}
     for node in book.graph.nodes:
@@ -127,7 +131,7 @@ def given_segments(book: RuleBook, patterns: Sequence[str]) -> RuleBook:
         if name not in of_node.values():
             modules = sorted({node.source.module for node in book.graph.nodes if node.source.module})
             raise InputError(
-                f"no module matches the segment {pattern!r}",
+                f"no module matches the segment {pattern!r} that an earlier one does not",
                 do=f"choose from {', '.join(modules[:8])}{', ...' if len(modules) > 8 else ''}",
             )
     known: dict[tuple[int, str], tuple[Rule, ...]] = {}

@@ -1,10 +1,18 @@
 """What the commands share: consoles, the options all of them have, models in shapes only.
 
 In: nothing. Out: `out` and `err`, types of options, `load_shapes`.
+
+What reads the output may go away (`| head`), may not know our characters (an ASCII locale) and may be full: the first
+ends the program quietly (`on_broken_pipe`), the second gets the nearest it has (`spell_out`), the third is told by
+`main` once nothing more is written (`stop_writing`).
 """
 
 from __future__ import annotations
 
+import codecs
+import io
+import os
+import sys
 from typing import Annotated
 
 import torch
@@ -14,9 +22,54 @@ from rich.console import Console
 from lopsided.errors import ModelError
 from lopsided.models import load
 
-out = Console(highlight=False, soft_wrap=True, emoji=False)
-err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+BROKEN_PIPE = 141
+"""The status that shells give a program whose reader has gone."""
+
+_SPELLED = {"µ": "u", "×": "x", "→": "->", "…": "...", "–": "-", "█": "#", "░": ".", "∂": "d", "≤": "<=", "·": "*"}
+
+
+def stop_writing() -> None:
+    """What is still to be written goes nowhere: else Python would try again when it ends, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            try:
+                os.dup2(nowhere, stream.fileno())
+            except (OSError, ValueError):  # a stream without a file
+                continue
+
+
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        stop_writing()
+        raise SystemExit(BROKEN_PIPE)
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_SPELLED.get(c, "?") for c in error.object[error.start : error.end]), error.end
+
+
+def spell_out() -> None:
+    """Print on terminals and into files that do not know all characters: `us` for `µs`, `?` for what has no letter."""
+    codecs.register_error("spelled", _spelled)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="spelled")
+
+
+out = _Terminal(highlight=False, soft_wrap=True, emoji=False)
+err = _Terminal(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 _verbose = False
+
+
+def print_json(text: str) -> None:
+    """JSON keeps every character: what the encoding does not know is escaped."""
+    out.print_json(text, ensure_ascii=not out.encoding.lower().startswith("utf"))
 
 
 def is_verbose() -> bool:

@@ -201,7 +201,7 @@ def _bytes(
     operands, results, saved = call.operands, call.node.results, call.node.saved
     forward = [v.bytes for v in operands]
     if kind == "pick":
-        forward[0] = _picked(call) * operands[0].torch_dtype.itemsize
+        forward[0] = 0
     elif kind == "making":
         forward = [0] * len(operands)
     backward = [v.bytes if v.grad else 0 for v in operands]
@@ -222,6 +222,9 @@ def _bytes(
         elif is_kept:
             backward[k] += value.bytes
     forward += [v.bytes for v in results]
+    if kind == "pick":
+        # As many rows are read as the result needs: fewer where it is cut, however large the table.
+        forward[len(operands)] += _picked(call) * operands[0].torch_dtype.itemsize
     backward += [
         (reads * v.bytes if v.grad else 0) + (v.bytes if v.name in saved.values or kind == "attention" else 0)
         for v in results

@@ -255,7 +255,7 @@ def test_without_gradient_nothing_goes_back() -> None:
 def test_an_embedding_reads_rows_and_writes_a_dense_gradient() -> None:
     table, tokens = _value("w", 1000, 4), _value("t", 3, dtype="i64", grad=False)
     found = work_of(_node("aten.embedding.default", table, tokens, out=_value("y", 3, 4), saved=Saved(("t",))))
-    assert found == Work("f32", 12, (12, 0), (48, 24, 48), (16000, 24, 48), (1, 1))
+    assert found == Work("f32", 12, (12, 0), (0, 24, 96), (16000, 24, 48), (1, 1))
 
 
 def test_what_an_op_keeps_of_its_own_goes_with_its_biggest_tensor() -> None:

@@ -35,7 +35,7 @@ class Found:
     expanded: int  # of the states, those A* expanded because the bound alone did not decide
     remembered: int  # parts known from an equal part of the model
     seconds: float
-    why: str  # "proven", "time limit" or "interrupted"
+    why: str  # what ended it: "proven", "time limit", "interrupted", or what was left out
 
     @property
     def gap(self) -> float:
@@ -77,5 +77,5 @@ def search(
         solution.states,
         solution.remembered,
         time.perf_counter() - started,
-        solution.why,
+        solution.why if chosen.complete else "too many sets of copies to consider all",
     )

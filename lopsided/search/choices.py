@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from lopsided.errors import ProgramError
-from lopsided.graph import Graph, Leaf, Node, Value, signature
+from lopsided.graph import Leaf, Node, Value, signature
 from lopsided.notation import Rule
 from lopsided.placement import I, P, Placement, R
 from lopsided.program import Chain, Program, Step
@@ -96,14 +96,16 @@ def choices(
     return _Builder(book, prices, stores or (lambda leaf: book.leaves[leaf.value.name]), allowed, keep).build()
 
 
-def free_values(graph: Graph, prices: Prices) -> frozenset[str]:
-    """Inputs, fixed values, and what follows from them by cheap ops without a gradient."""
+def free_values(book: RuleBook, prices: Prices, allowed: Callable[[Node, Rule], bool]) -> frozenset[str]:
+    """Inputs, fixed values, and what follows from them by cheap ops without a gradient, however they are run."""
+    graph = book.graph
     free = {leaf.value.name for leaf in graph.leaves if leaf.kind != "parameter"} | set(graph.fixed)
     for node in graph.nodes:
         if (
             all(name in free for name in node.operands)
             and not any(value.grad for value in node.results)
             and (node.name in graph.fixed or prices.is_cheap(node))
+            and all(allowed(node, rule) for rule in book.rules[node.name])
         ):
             free.update(value.name for value in node.results)
     return frozenset(free)
@@ -151,27 +153,34 @@ Tree = dict[Placement, Placement]  # for each copy, the one it is made from
 def cheapest_tree(start: Placement, wanted: Iterable[Placement], price: Price) -> tuple[float, Tree]:
     """The cheapest way to have all `wanted` from `start`: the price, and what each copy is made from.
 
-    Copies are made from each other, or by way of `P`, which follows from everything for nothing, or of `R`, from which
-    everything follows for nothing.
+    Copies are made from each other, or by way of `P` or `R`: most often `P` follows from everything for nothing, and
+    everything from `R`.
     """
     targets = frozenset(wanted) - {start}
     if not targets:
         return 0.0, {}
-    tree: Tree = {}
-    if start != P and price(start, P) == 0:
-        tree[P] = start
-        targets -= {P}
-    have = (start, *tree)
+    if start == P or price(start, P) == 0:
+        return _tree((start, P), targets - {P}, price) if start != P else _tree((P,), targets, price)
+    direct = _tree((start,), targets, price)
+    by_way_of_p = _tree((start,), targets | {P}, price)
+    return by_way_of_p if by_way_of_p[0] < direct[0] else direct
+
+
+def _tree(have: tuple[Placement, ...], targets: frozenset[Placement], price: Price) -> tuple[float, Tree]:
+    """From what is there (of which `P` was made from the first), with `R` on the way where that is cheaper."""
+    first = dict.fromkeys(have[1:], have[0])
     direct, made = _in_the_best_order(have, targets, price)
-    if R not in targets and start != R:
+    if R not in targets and R not in have:
         around, source = min((price(q, R), q) for q in have)
         if around < direct and all(price(R, target) == 0 for target in targets):
-            return around, {**tree, R: source, **dict.fromkeys(targets, R)}
-    return direct, {**tree, **made}
+            return around, {**first, R: source, **dict.fromkeys(targets, R)}
+    return direct, {**first, **made}
 
 
 def _in_the_best_order(have: tuple[Placement, ...], targets: frozenset[Placement], price: Price) -> tuple[float, Tree]:
     """Each copy made from one that is there; what costs nothing is taken at once."""
+    if not targets:
+        return 0.0, {}
     if len(targets) == 1:
         (target,) = targets
         paid, source = min((price(q, target), q) for q in have)
@@ -201,9 +210,8 @@ def tree_prices(start: Placement, sets: Sequence[Needs], price: Price) -> list[f
     A tree without one of its leaves is the cheapest tree of what is left. One that reaches `R` has everything, so it
     is the shortest way there.
     """
-    have = {start}
-    if start != P and price(start, P) == 0:
-        have.add(P)
+    p_is_free = start == P or price(start, P) == 0
+    have = {start, P} if p_is_free else {start}
     known: dict[Needs, float] = {frozenset(): 0.0}
 
     def direct(targets: Needs) -> float:
@@ -224,8 +232,12 @@ def tree_prices(start: Placement, sets: Sequence[Needs], price: Price) -> list[f
     found = []
     for wanted in sets:
         targets = wanted - have
+        if not targets:
+            found.append(0.0)
+            continue
         by_way_of_r = around if all(price(R, target) == 0 for target in targets) else math.inf
-        found.append(min(direct(targets), by_way_of_r) if targets else 0.0)
+        by_way_of_p = math.inf if p_is_free else direct(targets | {P})
+        found.append(min(direct(targets), by_way_of_p, by_way_of_r))
     return found
 
 
@@ -253,7 +265,7 @@ class _Builder:
     ) -> None:
         self.book, self.graph, self.prices = book, book.graph, prices
         self.stores, self.allowed = stores, allowed
-        self.free = free_values(book.graph, prices)
+        self.free = free_values(book, prices, allowed)
         self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
         self.sizes: list[int] = []
         self.factors: list[Factor] = []

@@ -247,3 +247,138 @@ def test_a_preset_can_be_named() -> None:
 def test_an_unknown_optimizer_is_refused(wide: Graph) -> None:
     with pytest.raises(InputError, match="there is no optimizer 'adamx'"):
         plan_graph(wide, cluster(1), optimizer="adamx")
+
+
+class Deep(nn.Module):
+    def __init__(self, width: int = 128, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().sum()
+
+
+@pytest.fixture(scope="module")
+def deep() -> Graph:
+    return capture(Deep(), {"x": torch.randn(64, 128)})
+
+
+def test_pins_that_do_not_fit_are_refused_not_dropped(deep: Graph) -> None:
+    small = 0.9 * 4 * parameter_bytes(deep)
+    assert plan_graph(deep, cluster(1, 1, bytes_per_s=1e10, memory=(small, small))).step_s > 0
+    with pytest.raises(DoesNotFitError, match="no program was found that fits"):
+        plan_graph(deep, cluster(1, 1, bytes_per_s=1e10, memory=(small, small)), pins=["*=I"])
+
+
+def test_a_pin_on_what_is_free_is_kept() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) * ((mask > 0).float() * 2)).square().sum()
+
+    graph = capture(Masked(), {"x": torch.randn(32, 64), "mask": torch.randn(32, 64)})
+    made = plan_graph(graph, cluster(1, 1, bytes_per_s=1e13), pins=["%mul=S1"])
+    assert next(step for step in made.program.steps if step.node.name == "mul").rule.gives == (S(1),)
+
+
+def test_pins_that_contradict_each_other_are_refused(deep: Graph) -> None:
+    with pytest.raises(InputError, match=r"layers\.0\.weight is pinned twice, as I and as S0"):
+        plan_graph(deep, cluster(1, 1), pins=["*.weight=I", "layers.0.*=S0"])
+
+
+def test_a_pin_to_what_was_chosen_changes_nothing(deep: Graph) -> None:
+    free = plan_graph(deep, cluster(1, 2, bytes_per_s=1e13))
+    chosen = stored_in(free)["layers.0.weight"]
+    pinned = plan_graph(deep, cluster(1, 2, bytes_per_s=1e13), pins=[f"layers.0.weight={chosen}"])
+    assert pinned.step_s == pytest.approx(free.step_s, rel=5e-3)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_devices_with_little_memory_are_left_out_where_nothing_fits_on_them(deep: Graph, nodes: int) -> None:
+    size = parameter_bytes(deep)
+    on = cluster(2, 2, 1, 1, memory=(0.02 * size, 0.02 * size, 3.5 * size, 3.5 * size), bytes_per_s=1e11, nodes=nodes)
+    made = plan_graph(deep, on)
+    assert made.step_s <= plan_graph(deep, on.only([2, 3])).step_s * 1.001
+    assert {name.rpartition("/")[2] for name in made.devices} <= {"d2-1", "d3-1"}
+
+
+def test_given_and_found_segments_do_not_mix() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 24), nn.Linear(24, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.relu(self.a(x))).square().mean() + (x @ self.a.weight.T).square().mean()
+
+    torch.manual_seed(0)
+    graph = capture(Shared(), {"x": torch.randn(9, 16)})
+    on = cluster(1, 3, 2, bytes_per_s=1e14, latency_s=1e-13)
+    plain = plan_graph(graph, on)
+    made = plan_graph(graph, on, segments=["b"])
+    check_program(made.program, derive_rules(graph))
+    names = {p.by for step in made.program.steps for p in (*step.rule.needs, *step.rule.gives) if p.is_shard}
+    assert names - {""} <= {name for name, _ in made.shares.named}
+    # Equal shares are a choice of segments too.
+    assert made.step_s <= plain.step_s * 1.001
+    assert [b.step_s for b in made.baselines] == [b.step_s for b in plain.baselines]
+    with pytest.raises(InputError, match="a segment has no name"):
+        plan_graph(graph, on, segments=[""])
+
+
+def test_no_device_is_worth_more_than_its_node() -> None:
+    kinds = (("a", 4.0), ("b", 1.0))
+    on = Cluster(
+        "two boxes",
+        "",
+        tuple(Kind(n, f"{n}-box", 1, 4, (("f32", s * 1e12),), 1e11, 2**34, 1e-6) for n, s in kinds),
+        Link(1e-6, 1e11),
+        Link(1e-5, 1e9),
+    )
+    module, batch = load("gpt2:layers=2,width=128", batch=32)
+    made = plan_graph(capture(module, batch), on)
+    nodes = dict(made.without_node)
+    assert all(step_s <= nodes[name.partition("/")[0]] for name, step_s in made.without_device)
+
+
+def test_interrupted_the_best_plan_so_far_is_returned(deep: Graph) -> None:
+    seen: list[Progress] = []
+
+    def interrupt(progress: Progress) -> None:
+        seen.append(progress)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    made = plan_graph(deep, cluster(1, 2), progress=interrupt)
+    assert "interrupted: this is the best so far" in made.notes
+    assert made.without_device == ()
+    check_program(made.program, derive_rules(deep))
+    assert all(made.step_s <= b.step_s * (1 + 1e-9) for b in made.baselines if b.fits)
+
+
+def test_a_time_limit_is_spoken_of(deep: Graph) -> None:
+    assert (
+        "the time limit was reached: this is the best so far" in plan_graph(deep, cluster(1, 2), time_limit_s=0).notes
+    )
+    with pytest.raises(InputError, match="is not one"):
+        plan_graph(deep, cluster(1, 2), time_limit_s=float("nan"))
+
+
+def test_attention_keeps_no_more_in_half_precision() -> None:
+    with torch.device("meta"):
+        graph = capture(*load("gpt2:layers=2,width=128", batch=8))
+    wide, narrow = (plan_graph(g, cluster(1)) for g in (graph, in_dtype(graph, "bf16")))
+    assert narrow.memory_bytes[0] < 0.7 * wide.memory_bytes[0]
+
+
+def test_on_a_part_of_the_cluster_data_parallelism_there_is_compared_as_well(deep: Graph) -> None:
+    on = cluster(10, 10, 0.001, bytes_per_s=1e12, latency_s=1e-9)
+    made = plan_graph(deep, on)
+    assert made.devices == ("n/d0-1", "n/d1-1")
+    part = next(b for b in made.baselines if b.name == "dp-part")
+    assert made.step_s <= part.step_s < next(b for b in made.baselines if b.name == "dp-ev").step_s

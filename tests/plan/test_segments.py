@@ -73,9 +73,9 @@ def test_what_no_rule_ties_together_gets_shares_of_its_own(two: tuple[Two, dict[
     apart = found_segments(program, lambda step: weights.get(step.node.name, 0.5))
     check_program(apart, derive_rules(graph))
     by_node = {step.node.name: step.rule.gives[0].by for step in apart.steps}
-    assert by_node == {"linear": "", "relu": "", "linear_1": "segment1", "square": "segment1", "sum_1": ""}
+    assert by_node == {"linear": "", "relu": "", "linear_1": "part1", "square": "part1", "sum_1": ""}
     assert dict(apart.leaves)["up_weight"] == S(0)
-    shares = Shares((0.5, 0.3, 0.2), named=(("segment1", (0.1, 0.2, 0.7)),))
+    shares = Shares((0.5, 0.3, 0.2), named=(("part1", (0.1, 0.2, 0.7)),))
     error, where = compare(simulate(apart, model, batch, shares), simulate(one_device(graph), model, batch, (1.0,)))
     assert error <= TOLERANCE, where
 
