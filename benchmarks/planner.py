@@ -155,7 +155,8 @@ class Subject:
         on = load_cluster(cluster)
         costs = Costs(self.graph, on, optimizer_named(self.optimizer))
         prices = SharePrices(costs, Scale(on, shares_by_speed(on)))
-        self.found[cluster] = search(self.book, prices, stores=lambda leaf: stores_of(self.book, leaf))
+        stores = stores_of(self.book)
+        self.found[cluster] = search(self.book, prices, stores=lambda leaf: stores[leaf.value.name])
 
     def plan(self, cluster: str) -> None:
         self.plans[cluster] = plan_graph(self.graph, load_cluster(cluster), book=self.book, optimizer=self.optimizer)

@@ -417,40 +417,44 @@ class Workshop:
         return known[-1]
 
     def improve(self, on: Cluster, *, seeds: int = 3) -> None:
-        """Search and balance in turn, from several seeds: shares to begin with, and how much computation may hide.
-
-        What is hidden is not a sum and so has no price. Four estimates are tried with the first shares: nothing is,
-        gathering ahead of use is, all is, or as much as the work would cover.
-        """
+        """Search and balance in turn, from several shares to begin with."""
         known: Turns = {}
-        hidden = self.last_hidden
         if on.devices > 1:
             list(self.plain_balanced(on))
-        for number, (seed, shares) in enumerate(itertools.islice(self._seeds(on), seeds)):
-            tries = [*_ESTIMATES, None] if number == 0 and hidden is None else [hidden]
+        for seed, shares in itertools.islice(self._seeds(on), seeds):
             said: list[str] = []
-            best: Candidate | None = None
-            for estimate in tries:
-                if self.memory_price and best is not None and estimate not in _ESTIMATES[:2]:
-                    # Where memory decides, what is hidden does not.
-                    continue
-                made = self._turn(f"from {seed}", on, shares, estimate or self._covered(best), known, said)
-                if made is None and best is None:
-                    # What does not fit does so whatever is hidden, and the balance tried all shares.
-                    break
-                if made is not None and made.fits and (best is None or made.step_s < best.step_s):
-                    best, hidden = made, estimate or self._covered(best)
+            best = self._first_turn(f"from {seed}", on, shares, known, said)
             for _ in range(_ROUNDS):
-                if best is None:
+                if best is None or _are_alike(best.shares, shares):
                     break
-                again = self._turn(f"from {seed}", on, best.shares, hidden or NOTHING_HIDDEN, known, said)
+                hidden = self.last_hidden or NOTHING_HIDDEN
+                again = self._turn(f"from {seed}", on, best.shares, hidden, known, said)
                 if again is None or not again.beats(best):
                     break
                 best = again
             self.log.append(f"{_said(on)} from {seed}: {', '.join(said)}")
             if best is None or self.memory_price:
                 break
-        self.last_hidden = hidden
+
+    def _first_turn(self, name: str, on: Cluster, shares: Shares, known: Turns, said: list[str]) -> Candidate | None:
+        """What is hidden is not a sum and so has no price. The first time four estimates are tried: nothing is hidden,
+        gathering ahead of use is, all is, or as much as the work would cover. The best is kept for later."""
+        if self.last_hidden is not None:
+            return self._turn(name, on, shares, self.last_hidden, known, said)
+        best: Candidate | None = None
+        for estimate in (*_ESTIMATES, None):
+            hidden = estimate or self._covered(best)
+            if self.memory_price and estimate not in _ESTIMATES[:2]:
+                # Where memory decides, what is hidden does not.
+                continue
+            if estimate is None and any(max(abs(hidden[k] - e[k]) for k in (0, 1)) < 0.15 for e in _ESTIMATES):
+                continue
+            made = self._turn(name, on, shares, hidden, known, said)
+            if made is None:
+                break
+            if best is None or made.step_s < best.step_s:
+                best, self.last_hidden = made, hidden
+        return best
 
     def _turn(
         self, name: str, on: Cluster, shares: Shares, hidden: Hidden, known: Turns, said: list[str]
@@ -561,6 +565,12 @@ class Workshop:
                 per_s += kind.devices / seconds if seconds > 1e-12 else math.inf
             total += 1 / per_s
         return total
+
+
+def _are_alike(shares: Shares, others: Shares) -> bool:
+    """Whether a search with one would find what it finds with the other."""
+    names = {name for name, _ in (*shares.named, *others.named)}
+    return all(abs(a - b) < 1e-9 for by in ("", *names) for a, b in zip(shares.of(by), others.of(by), strict=True))
 
 
 def _said(on: Cluster) -> str:

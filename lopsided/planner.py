@@ -144,9 +144,11 @@ def _limits(book: RuleBook, pins: Sequence[str], deadline: float) -> Limits:
         else:
             _pin_parameters(book, pattern, placement, pin, stored)
 
+    every = stores_of(book)
+
     def stores(leaf: Leaf) -> tuple[Placement, ...]:
         name = leaf.value.name
-        return (stored[name],) if name in stored else stores_of(book, leaf)
+        return (stored[name],) if name in stored else every[name]
 
     def allowed(node: Node, rule: Rule) -> bool:
         placed = zip(node.results, rule.gives, strict=True)
@@ -155,12 +157,20 @@ def _limits(book: RuleBook, pins: Sequence[str], deadline: float) -> Limits:
     return Limits(stores, allowed, stored, given, deadline)
 
 
-def stores_of(book: RuleBook, leaf: Leaf) -> tuple[Placement, ...]:
-    """How a parameter may be stored: whole, cut by the state shares to be gathered for use, or as some op takes it.
+def stores_of(book: RuleBook) -> dict[str, tuple[Placement, ...]]:
+    """How each parameter may be stored: whole, cut by the state shares to be gathered for use, or as some op takes it.
 
     In this order: where a parameter is gathered anyway, how much each device stores is not tied to what it computes.
     """
-    return tuple(dict.fromkeys((I, stored_so(leaf), *book.leaves[leaf.value.name])))
+    taken: dict[str, dict[Placement, None]] = {leaf.value.name: {} for leaf in book.graph.parameters}
+    for node in book.graph.nodes:
+        for k, name in enumerate(node.operands):
+            if name in taken:
+                taken[name].update((rule.needs[k], None) for rule in book.rules[node.name] if rule.needs[k].is_shard)
+    return {
+        leaf.value.name: tuple(dict.fromkeys((I, stored_so(leaf), *taken[leaf.value.name])))
+        for leaf in book.graph.parameters
+    }
 
 
 def _pin_parameters(book: RuleBook, pattern: str, placement: Placement, pin: str, stored: dict[str, Placement]) -> None:

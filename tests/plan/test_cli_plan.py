@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import subprocess
 import sys
-from dataclasses import replace
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plans_by_hand import DATA_PARALLEL, ZERO, plan_of
+from plans_by_hand import DATA_PARALLEL, SHARES, ZERO, plan_of
 
+from lopsided import cli
+from lopsided.cli import main
 from lopsided.cli_plan import (
     WIDTH,
     baseline_lines,
     breakdown_lines,
     device_lines,
     diff_lines,
+    header_lines,
+    node_lines,
     plan_json,
     program_lines,
     progress_text,
     search_lines,
+    segment_lines,
     worth_text,
 )
 from lopsided.cluster import parse_cluster, preset_names
+from lopsided.errors import PlanError
+from lopsided.placement import Shares
+from lopsided.plan import Plan
 from lopsided.plandiff import diff_plans
 from lopsided.planfile import load_plan
 from lopsided.search import Progress
@@ -34,9 +45,22 @@ SMALL = "bert:layers=4,width=32,heads=2,vocab=97,seq=8,batch=16"
 ON = "2xA6000+2x2080Ti"
 
 
-def lopsided(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lopsided", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def lopsided(*arguments: str) -> Done:
+    """The command in this process: another one would spend seconds on importing."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(sys, "argv", ["lopsided", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+    code = end.value.code
+    return Done(code if isinstance(code, int) else 0, stdout.getvalue(), stderr.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +81,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str,
 def test_plan_prints_all_of_the_answer(made: tuple[Path, str, dict[str, Any]]) -> None:
     file, printed, _ = made
     assert printed.startswith(f"{SMALL} on {ON}\na step of ")
+    assert " parameters in f32, a global batch of 16: input_ids i64[16, 8], labels i64[16, 8]\n" in printed
     for word in ("program", "devices", "a step", "compared with", "search", "× ", "without one", "gap", str(file)):
         assert word in printed
     assert max(map(len, printed.splitlines())) <= WIDTH
@@ -97,7 +122,7 @@ def test_show_prints_the_same_from_the_file(made: tuple[Path, str, dict[str, Any
 def test_pins_segments_and_options_reach_the_planner(tmp_path: Path) -> None:
     arguments = ["plan", SMALL, "--cluster", ON, "--optimizer", "sgd", "--dtype", "bf16", "--time-limit", "60"]
     arguments += ["--pin", "layers.*.up.weight=I", "--segment", "layers.*", "--batch", "8"]
-    done = lopsided(*arguments, "-o", "plan.json", "--json", cwd=tmp_path)
+    done = lopsided(*arguments, "-o", str(tmp_path / "plan.json"), "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     plan = load_plan(tmp_path / "plan.json")
@@ -178,6 +203,14 @@ BAD = {
     "preset to print": (["clusters", "hap-46"], "hap-64"),
     "optimizer": (["plan", SMALL, "--cluster", ON, "--optimizer", "adamv"], "adamw"),
     "dtype": (["plan", SMALL, "--cluster", ON, "--dtype", "bf61"], "bf16"),
+    "dtype in torch's words": (["plan", SMALL, "--cluster", ON, "--dtype", "bfloat16"], "did you mean bf16?"),
+    "where the preset was named": (["plan", SMALL, "--cluster", "hap-46"], "--cluster 'hap-46'"),
+    "no folder": (["plan", SMALL, "--cluster", ON, "-o", "/no/folder/plan.json"], "there is no folder"),
+    "a folder to write to": (["plan", SMALL, "--cluster", ON, "-o", "/"], "this is a directory"),
+    "a folder to show": (["show", "/"], "this is a directory"),
+    "a device to show": (["show", "/dev/zero"], "not a plain file"),
+    "a cluster that is not TOML": (["plan", SMALL, "--cluster", __file__], "docs/clusters.md"),
+    "a size that is none": (["plan", "hf:GPT2LMHeadModel:n_layer=x", "--cluster", ON], "is not a whole number"),
     "pin": (["plan", SMALL, "--cluster", ON, "--pin", "nothing=I"], "nothing=I"),
     "pin without a placement": (["plan", SMALL, "--cluster", ON, "--pin", "layers"], "PATTERN=PLACEMENT"),
     "pin that cannot be": (["plan", SMALL, "--cluster", ON, "--pin", "words.weight=S7"], "S7"),
@@ -197,6 +230,65 @@ def test_bad_input_is_refused_in_a_few_lines(case: str) -> None:
     assert word in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 8
+
+
+# How it can end
+
+
+def test_an_interrupt_is_told_in_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lopsided.cli_plan.load_plan", interrupted)
+    done = lopsided("show", "plan.json")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    monkeypatch.setattr(cli, "app", interrupted)
+    assert lopsided("show", "plan.json") == done
+
+
+def raw(file: Path, end: str, **environment: str) -> tuple[int, str, str]:
+    """`show` in a shell: how it ended, and what came out of the pipe."""
+    script = f'"{sys.executable}" -m lopsided show "{file}" {end}; exit "${{PIPESTATUS[0]}}"'
+    env = {**os.environ, **environment}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=env)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_readers_may_stop_reading(made: tuple[Path, str, dict[str, Any]]) -> None:
+    assert raw(made[0], "| head -n 0") == (141, "", "")
+
+
+def test_streams_may_know_ascii_only(made: tuple[Path, str, dict[str, Any]]) -> None:
+    code, printed, complaints = raw(made[0], "", PYTHONIOENCODING="ascii")
+    assert (code, complaints) == (0, "")
+    assert " us" in printed
+    assert printed.isascii()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_disks_may_be_full(made: tuple[Path, str, dict[str, Any]]) -> None:
+    code, _, complaints = raw(made[0], "> /dev/full")
+    assert code == 1
+    assert complaints.startswith("the output cannot be written: No space left on device\n")
+    assert len(complaints.splitlines()) == 2
+
+
+def test_a_plan_that_cannot_be_kept_is_still_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise PlanError("the plan cannot be written: no room")
+
+    monkeypatch.setattr("lopsided.cli_plan.save_plan", full)
+    done = lopsided("plan", SMALL, "--cluster", ON, "-o", str(tmp_path / "plan.json"))
+    assert done.returncode == 2
+    assert "compared with" in done.stdout
+    assert "written to" not in done.stdout
+    assert "no room" in done.stderr
+
+
+def test_help_says_what_can_be_pinned() -> None:
+    told = " ".join(lopsided("plan", "--help").stdout.split())
+    for words in ('"%linear_3=S0"', "S0@state", "Can be repeated, and each gets shares of its own"):
+        assert words in told
 
 
 # Lines, without a process
@@ -228,6 +320,82 @@ def test_device_lines_show_shares_memory_and_worth() -> None:
     assert "+100.0 %" in big
     assert "no difference" in small[0]
     assert "nothing fits without" in small[1]
+
+
+def test_nodes_have_a_heading_of_their_own() -> None:
+    assert [*node_lines(plan_of())] == []
+    plan = replace(plan_of(), without_node=tuple((f"box-{k}", 1e9 if k < 3 else math.inf) for k in range(1, 5)))
+    head, *rows = node_lines(plan)
+    assert head.split() == ["without", "one"]
+    assert [row.split("(2)")[0].strip() for row in rows] == ["box-1 … box-2", "box-3 … box-4"]
+
+
+def test_long_names_do_not_make_long_lines() -> None:
+    text = plan_of().cluster.text().replace('"box"', f'"{"long-name-" * 9}"')
+    cluster = parse_cluster(text)
+    plan = replace(plan_of(), cluster=cluster, on=cluster, without_device=((cluster.device_names[2], math.inf),))
+    lines = [*device_lines(plan)]
+    assert max(map(len, lines)) <= WIDTH
+    assert sum("long-name" in line for line in lines) == 3
+
+
+def with_segments() -> Plan:
+    """The same plan with shares of their own for six parts of the model, one of them in use."""
+    text = DATA_PARALLEL.replace("linear: S0) : S0", "linear: S0→S0@segment1) : S0@segment1")
+    text = text.replace("relu: S0, ", "relu: S0@segment1→S0, ")
+    named = tuple((f"segment{k}", (0.6, 0.2, 0.2)) for k in range(1, 7))
+    return plan_of(text, replace(SHARES, named=(*SHARES.named, *named)))
+
+
+def test_shares_of_parts_are_a_line_or_a_table() -> None:
+    plan = with_segments()
+    head, *rows = device_lines(plan)
+    assert head.split()[:3] == ["work", "state", "memory"]
+    assert rows[-1] == "  6 parts of the model have shares of their own (--full shows them)"
+    assert max(map(len, rows)) <= WIDTH
+    assert [*segment_lines(plan, full=False)] == []
+    assert not any("--full" in line for line in device_lines(plan, full=True))
+    first, big, *_ = segment_lines(plan, full=True)
+    assert first.startswith("  segment1: 1 step of ")
+    assert big.split() == ["box/big-1", "60.00", "%"]
+
+
+def test_full_tables_are_aligned() -> None:
+    head, *lines = program_lines(plan_of(ZERO), full=True)
+    ends = head.index("compute") + len("compute")
+    steps = [line for line in lines if " = " in line]
+    assert max(len(line.split("  ")[1]) for line in steps) > 68
+    assert all(line[:ends].endswith(("µs", "ms", " s")) for line in steps)
+    assert len({line.index("#") for line in steps if "#" in line}) == 1
+
+
+def test_the_header_says_what_is_trained() -> None:
+    assert [*header_lines(plan_of())] == ["136 parameters in f32, a global batch of 70: x f32[70, 6], y f32[70, 6]"]
+    small = " ".join(header_lines(plan_of(), "hf:BertModel"))
+    assert "built small unless sizes are given" in small
+    assert "hf:CLASS:hidden_size=768" in small
+
+
+def test_what_was_taken_is_a_sentence() -> None:
+    plan = plan_of()
+
+    def said(why: str) -> str:
+        return "\n".join(search_lines(replace(plan, search=replace(plan.search, why=why))))
+
+    assert "proven, no program is cheaper\n" in said("proven")
+    assert "own prices, which know no overlap; they are not the step time" in said("proven")
+    assert "the plan is" not in said("proven")
+    assert 'the plan is the classic "single": nothing' in said("proven; taken is single")
+    assert "a variation, with part of the parameters stored cut" in said("time limit; taken is partly stored cut")
+    assert "ended by the time limit" in said("time limit; taken is partly stored cut")
+
+
+def test_zeros_are_left_out() -> None:
+    plan = plan_of()
+    rows = [*breakdown_lines(replace(plan, breakdown=replace(plan.breakdown, hidden_s=1e-9)))]
+    assert not any("hidden" in row for row in rows)
+    alone = plan_of(shares=Shares((1.0, 0.0, 0.0)))
+    assert not any(" 0.0 µs" in line for line in program_lines(alone))
 
 
 def test_baselines_that_do_not_fit_say_so() -> None:

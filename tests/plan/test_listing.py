@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plans_by_hand import SHARES, ZERO, cluster, graph, plan_of
+from plans_by_hand import DATA_PARALLEL, SHARES, ZERO, cluster, graph, plan_of
 
 from lopsided import listing as module
 from lopsided.capture import capture
@@ -28,6 +28,8 @@ from lopsided.listing import (
     ranged,
     repeats,
     seconds_text,
+    segment_rows,
+    told_apart,
 )
 from lopsided.models import load
 from lopsided.placement import Shares
@@ -35,6 +37,7 @@ from lopsided.plan import Plan
 from lopsided.plandiff import diff_plans
 from lopsided.planner import predict
 from lopsided.prices import SharePrices
+from lopsided.program import parse_program
 from lopsided.rules import derive_rules
 from lopsided.schedule import lay_out
 
@@ -248,6 +251,27 @@ def test_devices_left_out_have_no_shares() -> None:
 def test_seconds_of_names_alike_are_one() -> None:
     named = (("a-1", 1.0), ("a-2", 1.0), ("a-3", 2.0), ("b-1", 1.0))
     assert folded_seconds(named) == (("a-*", 2, 1.0), ("a-3", 1, 2.0), ("b-1", 1, 1.0))
+
+
+def test_groups_with_the_same_pattern_are_told_apart() -> None:
+    named = (("a-1", 1.0), ("a-2", 1.0), ("a-3", 2.0), ("a-4", 2.0))
+    assert folded_seconds(named) == (("a-1 … a-2", 2, 1.0), ("a-3 … a-4", 2, 2.0))
+    groups = [["b-1/x-1", "b-1/x-2"], ["b-1/x-3", "b-2/x-1"], ["b-2/x-2"]]
+    assert told_apart(groups) == ["b-1/x-*", "b-*/x-*", "b-2/x-2"]
+
+
+def test_shares_of_parts_name_their_modules() -> None:
+    plan = plan_of()
+    assert segment_rows(plan) == ()
+    program = parse_program(DATA_PARALLEL.replace("%relu: S0, %down", "%relu: S0→S0@segment1, %down"), graph())
+    program = parse_program(str(program).replace("down_bias: I→R) : S0", "down_bias: I→R) : S0@segment1"), graph())
+    (row,) = segment_rows(replace(plan, program=program, shares=replace(SHARES, named=(*SHARES.named, SEGMENT))))
+    assert row.name == "segment1"
+    assert "down" in row.modules
+    assert "up" not in row.modules
+
+
+SEGMENT = ("segment1", (0.6, 0.2, 0.2))
 
 
 # Differences

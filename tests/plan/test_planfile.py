@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from lopsided.errors import PlanError
 from lopsided.models import load
 from lopsided.placement import Shares
 from lopsided.plan import Breakdown
-from lopsided.planfile import EDITED, FORMAT, VERSION, load_plan, parse_plan, plan_text, save_plan
+from lopsided.planfile import EDITED, FORMAT, VERSION, check_writable, load_plan, parse_plan, plan_text, save_plan
 from lopsided.planner import plan, predict
 from lopsided.rules import derive_rules
 from lopsided.sample import random_program
@@ -126,7 +127,7 @@ def gather_again(told: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(store_cut, "program"), (share_otherwise, "shares"), (gather_again, "program, regather")],
+    [(store_cut, "program"), (share_otherwise, "shares, cuts"), (gather_again, "program, regather")],
 )
 def test_an_edit_is_predicted_anew_and_noted(change: Callable[[dict[str, Any]], None], words: str) -> None:
     before = plan_of()
@@ -138,6 +139,56 @@ def test_an_edit_is_predicted_anew_and_noted(change: Callable[[dict[str, Any]], 
     assert plan.notes[-1].startswith(f"{EDITED}: {words};")
     assert plan.search.why == EDITED
     assert parse_plan(plan_text(plan)) == plan
+
+
+def test_cuts_give_way_to_shares_that_were_edited() -> None:
+    plan = parse_plan(edited(put("shares", "work", value=[0.1, 0.45, 0.45])))
+    assert plan.shares.cuts == ()
+    assert plan.shares.cut(70) == (7, 32, 31)
+    assert plan.step_s == predict(plan.program, plan.shares, plan.on, plan.optimizer, plan.regather)[0]
+    assert any(note.startswith(f"{EDITED}: shares;") for note in plan.notes)
+    assert any("cuts in the file were made for other shares and are dropped" in note for note in plan.notes)
+    assert parse_plan(plan_text(plan)) == plan
+
+
+def test_cuts_that_were_edited_stay() -> None:
+    cuts = [{"shares": "work", "length": 70, "pieces": [10, 30, 30]}]
+    for change in (put("cuts", value=cuts), lambda told: told.update(cuts=cuts) or told["shares"].update(work=WORK)):
+        plan = parse_plan(edited(change))
+        assert plan.shares.cut(70) == (10, 30, 30)
+        assert not any("dropped" in note for note in plan.notes)
+
+
+WORK = [0.2, 0.4, 0.4]
+FIGURES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "step": lambda told: told.update(step_s=1e-6),
+    "breakdown": lambda told: told["breakdown"].update(compute_s=1e-6),
+    "memory": lambda told: told.update(memory_bytes=[1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_figures_that_were_edited_are_predicted_anew(figure: str) -> None:
+    before, plan = plan_of(), parse_plan(edited(FIGURES[figure]))
+    assert (plan.step_s, plan.breakdown, plan.memory_bytes) == (before.step_s, before.breakdown, before.memory_bytes)
+    assert plan.notes[-1].startswith(f"{EDITED}: step time, breakdown or memory")
+    assert plan.search == before.search  # the program is still the one that was found
+    assert parse_plan(plan_text(plan)) == plan
+
+
+COMPARISONS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "baseline": lambda told: told["baselines"][0].update(step_s=5.0),
+    "without": lambda told: told["without_device"].update({"box/small-2": 1.0}),
+    "search": lambda told: told["search"].update(gap=0.5),
+}
+
+
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_comparisons_that_were_edited_are_said_to_be_the_files(comparison: str) -> None:
+    before, plan = plan_of(), parse_plan(edited(COMPARISONS[comparison]))
+    assert (plan.step_s, plan.memory_bytes) == (before.step_s, before.memory_bytes)
+    assert "are as the file has them" in plan.notes[-1]
+    assert len(plan.notes) == len(before.notes) + 1
 
 
 def test_another_optimizer_needs_other_memory() -> None:
@@ -155,7 +206,7 @@ def test_the_prediction_can_be_another_one() -> None:
     breakdown = Breakdown(1, 2, 3, 4, 5, 6)
     plan = parse_plan(edited(store_cut), predict=lambda *_: (21.0, breakdown, (2**50, 1, 2)))
     assert (plan.step_s, plan.breakdown, plan.memory_bytes) == (21.0, breakdown, (2**50, 1, 2))
-    assert "no longer fits: big needs" in plan.notes[-1]
+    assert "it does not fit: big needs" in plan.notes[-1]
 
 
 def test_notes_of_edits_do_not_pile_up() -> None:
@@ -325,8 +376,8 @@ def test_any_change_is_loaded_or_refused(path: tuple[str | int, ...], value: obj
 def test_files_that_are_none(tmp_path: Path) -> None:
     for path, words in (
         (tmp_path / "nowhere.json", "no such file"),
-        (tmp_path, "no such file"),
-        (Path("/dev/zero"), "no such file"),
+        (tmp_path, "this is a directory"),
+        (Path("/dev/zero"), "this is not a plain file"),
     ):
         with pytest.raises(PlanError, match=words):
             load_plan(path)
@@ -335,6 +386,31 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load_plan(tmp_path / "binary.json")
     with pytest.raises(PlanError, match="cannot be written"):
         save_plan(plan_of(), tmp_path / "no" / "folder.json")
+
+
+def test_where_nothing_can_be_written_is_known_before(tmp_path: Path) -> None:
+    (tmp_path / "there.json").write_text("")
+    check_writable(tmp_path / "there.json")
+    check_writable(tmp_path / "new.json")
+    for path, words in (
+        (tmp_path, "this is a directory"),
+        (tmp_path / "no" / "plan.json", "no folder"),
+        (tmp_path / "there.json" / "plan.json", "no folder"),
+    ):
+        with pytest.raises(PlanError, match=words) as caught:
+            check_writable(path)
+        assert caught.value.do
+    (tmp_path / "there.json").chmod(0o400)
+    if not os.access(tmp_path / "there.json", os.W_OK):  # root may write everywhere
+        with pytest.raises(PlanError, match="not allowed"):
+            check_writable(tmp_path / "there.json")
+
+
+def test_a_full_disk_is_told_in_words() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    with pytest.raises(PlanError, match="No space left"):
+        save_plan(plan_of(), "/dev/full")
 
 
 def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

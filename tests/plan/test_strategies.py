@@ -117,7 +117,9 @@ class Searched:
         self.costs = Costs(book.graph, cluster, optimizer_named(optimizer))
         self.scale = Scale(cluster, shares or by_speed(cluster))
         self.prices = SharePrices(self.costs, self.scale)
-        found = search(book, self.prices, stores=stores or (lambda leaf: stores_of(book, leaf)), allowed=allowed)
+        found = search(
+            book, self.prices, stores=stores or (lambda leaf: stores_of(book)[leaf.value.name]), allowed=allowed
+        )
         assert found.gap == 0
         check_program(found.program, book)
         self.program, self.cost_s = found.program, found.cost_s
