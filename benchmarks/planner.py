@@ -323,7 +323,8 @@ def planned(subject: Subject, cluster: Cluster) -> dict[str, Any]:
         "step_s": plan.step_s,
         "baselines": baselines,
         "over_dp": speed_up(baselines, plan.step_s, ("dp-ev", "dp-cp")),
-        "over_classics": speed_up(baselines, plan.step_s),
+        "over_classics": speed_up(baselines, plan.step_s, CLASSICS),
+        "over_part": speed_up(baselines, plan.step_s),
         "devices_used": plan.on.devices,
         "kinds_used": {kind.name: kind.devices for kind in plan.on.kinds},
         "ideal_s": ideal_s(subject.book, cluster, subject.optimizer),
@@ -356,6 +357,9 @@ def ideal_s(book: RuleBook, cluster: Cluster, optimizer: str) -> float:
     return Workshop(book.graph, book, optimizer_named(optimizer), limits, lambda _: None).ideal_s(cluster)
 
 
+CLASSICS = ("dp-ev", "dp-cp", "fsdp", "tensor", "single")
+
+
 def fastest(baselines: dict[str, float | None], names: Sequence[str] = ()) -> str:
     """The name of the fastest baseline that fits, among these if any are named; empty if none fits."""
     there = {name: s for name, s in baselines.items() if s is not None and (not names or name in names)}
@@ -371,7 +375,7 @@ def why_nothing(row: dict[str, Any]) -> str:
     """Why a plan gains less than a hundredth over the best classic; empty where it gains more."""
     if row["over_classics"] is None or row["over_classics"] - 1 >= NOTHING:
         return ""
-    best = fastest(row["baselines"])
+    best = fastest(row["baselines"], CLASSICS)
     if best == "single":
         return "one device is as fast: more of them would send longer than they would save"
     part = {name: seconds / row["step_s"] for name, seconds in row["breakdown"].items()}
