@@ -246,8 +246,8 @@ def _quality(data: dict[str, Any]) -> list[str]:
         f"{len(compared) - len(gained)} gain nothing. Median {_middle(over_dp):.2f}× over the best of DP-EV and DP-CP "
         f"(from {over_dp[0]:.2f}× to {over_dp[-1]:.2f}×), {_middle(over_classics):.2f}× over the best of all classics "
         f"(from {over_classics[0]:.2f}× to {over_classics[-1]:.2f}×). Plans with a gap above 0: {unproven}.\n",
-        "Some of this is won by leaving devices out. The third figure of a cell is over the best of all these and of data "
-        "parallelism by speed on just the devices that the plan uses: what remains for someone who already knew which. "
+        "Some of this is won by leaving devices out. The third figure of a cell is over the best of all these and of "
+        "data parallelism by speed on just the devices that the plan uses: what remains for someone who knew which. "
         f"Its median is {_middle(over_part):.2f}× (from {over_part[0]:.2f}× to {over_part[-1]:.2f}×).\n",
         *_weak_baselines(planned),
         *_speed_ups(rows),
@@ -281,7 +281,8 @@ def _speed_ups(rows: list[dict[str, Any]]) -> list[str]:
     cells = {(row["model"], row["cluster"], row["batch_per_device"]): row for row in rows}
     lines = [
         "Over the best of DP-EV and DP-CP / over the best of all classics (DP-EV, DP-CP, FSDP, tensor parallelism, one "
-        "device) / over these and data parallelism on the plan's devices; *only* where nothing of that kind fits in memory, – where the plan does not either.\n",
+        "device) / over these and data parallelism on the plan's devices; *only* where nothing of that kind fits in "
+        "memory, – where the plan does not either.\n",
         "| model | a device | " + " | ".join(f"`{name}`" for name in clusters) + " |",
         "|---|---|" + "---|" * len(clusters),
     ]
