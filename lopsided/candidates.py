@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from lopsided.classics import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
 from lopsided.cluster import Cluster
@@ -24,6 +24,7 @@ from lopsided.errors import DoesNotFitError
 from lopsided.graph import Graph, Leaf, Node
 from lopsided.memory import Holding, bytes_per_kind, check_fits, holdings
 from lopsided.notation import Rule
+from lopsided.parts import single_devices
 from lopsided.placement import I, Placement, Shares
 from lopsided.prices import NOTHING_HIDDEN, Hidden, Saves, SharePrices
 from lopsided.program import Program, Step
@@ -43,7 +44,6 @@ _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a d
 _HALVINGS = 4  # of what lies between them
 _PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut
 _ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
-_FEW_KINDS = 3  # of devices: all their subsets are tried
 _REMEMBERED = 8  # programs laid out
 _BETTER = 1 - 1e-3  # by less than this, another pair is not worth the change
 
@@ -265,7 +265,7 @@ class Workshop:
         found = self.search(on, self.by_speed(on), allowed=lambda node, rule: leaves_batch_whole(dims, node, rule))
         yield self.judge("tensor", on, found.program, self.by_speed(on), False)
         whole = one_device(self.graph)
-        singles = [self.judge("single", part, whole, Shares((1.0,)), False) for part in _single_devices(on)]
+        singles = [self.judge("single", part, whole, Shares((1.0,)), False) for part in single_devices(on)]
         yield min(singles, key=lambda single: (not single.fits, single.step_s))
         # Not what anyone has, but what the classics could be with the right shares.
         self.plain = (("dp balanced", program, False), ("zero balanced", cut, False), ("zero balanced", cut, True))
@@ -575,65 +575,3 @@ def _are_alike(shares: Shares, others: Shares) -> bool:
 
 def _said(on: Cluster) -> str:
     return " + ".join(f"{kind.devices} {kind.name}" for kind in on.kinds)
-
-
-def _single_devices(cluster: Cluster) -> Iterator[Cluster]:
-    """One device of each kind, by itself."""
-    for kind in cluster.kinds:
-        node = kind.node if kind.nodes == 1 else f"{kind.node}-1"
-        alone = replace(kind, node=node, nodes=1, count=1)
-        yield Cluster(cluster.name, cluster.about, (alone,), cluster.within, cluster.between)
-
-
-def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
-    """The cluster, and what may be faster than all of it: some of its kinds, half of the fastest, single nodes."""
-    seen = set()
-
-    def new(part: Cluster) -> bool:
-        known = part.fingerprint in seen
-        seen.add(part.fingerprint)
-        return not known
-
-    if new(cluster):
-        yield cluster
-    order = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].flops(dtype), k))
-    by_memory = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].memory_bytes, k))
-    for kinds in _subsets(order, by_memory):
-        if new(part := cluster.only(kinds)) and part.devices > 1:
-            yield part
-    fastest = cluster.only(order[:1])
-    while fastest.nodes > 1:
-        fastest = _fewer_nodes(fastest, fastest.nodes // 2)
-        if new(fastest) and fastest.devices > 1:
-            yield fastest
-    if cluster.nodes > 1:
-        for alike in cluster.alike_nodes():
-            if new(part := _only_node(cluster, alike[0])) and part.devices > 1:
-                yield part
-
-
-def _subsets(order: Sequence[int], by_memory: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Of few kinds all subsets; of many all but one, the fastest, and those with most memory. Large ones first."""
-    if len(order) <= _FEW_KINDS:
-        for size in range(len(order) - 1, 0, -1):
-            yield from itertools.combinations(order, size)
-    else:
-        yield from ([k for k in order if k != without] for without in reversed(order))
-        yield from (order[:count] for count in range(len(order) - 2, 0, -1))
-        yield from (by_memory[:count] for count in range(len(order) - 2, 0, -1))
-
-
-def _fewer_nodes(cluster: Cluster, nodes: int) -> Cluster:
-    """Of a cluster of one kind, the first so many nodes."""
-    while cluster.nodes > nodes:
-        cluster = cluster.without_node(cluster.node_names[-1])
-    return cluster
-
-
-def _only_node(cluster: Cluster, name: str) -> Cluster:
-    kinds = []
-    for kind in cluster.kinds:
-        names = [kind.node] if kind.nodes == 1 else [f"{kind.node}-{k}" for k in range(1, kind.nodes + 1)]
-        if name in names:
-            kinds.append(replace(kind, node=name, nodes=1))
-    return Cluster(cluster.name, cluster.about, tuple(kinds), cluster.within, cluster.between)

@@ -22,7 +22,7 @@ from lopsided.notation import Rule
 from lopsided.placement import I, Placement, S
 from lopsided.program import Chain, Program, Step
 from lopsided.rules import RuleBook
-from lopsided.search.choices import Prices
+from lopsided.search.copies import Prices
 
 STATE = "state"
 """The name of the shares by which stored parameters are cut."""

@@ -591,7 +591,7 @@ def breakdown_lines(plan: Plan) -> Iterator[str]:
     }
     for name, words in about.items():
         seconds = getattr(plan.breakdown, f"{name}_s")
-        part = seconds / plan.step_s if plan.step_s else 0.0
+        part = seconds / plan.step_s if plan.step_s and _is_shown(seconds) else 0.0
         yield f"  {name:<10}{seconds_text(seconds):>9}{_percent(part):>9}  {words}"
     hidden_s = plan.breakdown.hidden_s
     if _is_shown(hidden_s):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import nn
 
-from lopsided.candidates import Candidate, Limits, Workshop, parts
+from lopsided.candidates import Candidate, Limits, Workshop
 from lopsided.capture import LossFn, capture
 from lopsided.classics import STATE, stored_so
 from lopsided.cluster import Cluster, load_cluster
@@ -27,6 +27,7 @@ from lopsided.errors import InputError, ProgramError
 from lopsided.graph import Graph, Leaf, Node
 from lopsided.memory import bytes_per_kind, holdings
 from lopsided.notation import Rule
+from lopsided.parts import parts
 from lopsided.placement import I, Placement, Shares, parse_placement
 from lopsided.plan import Baseline, Breakdown, Plan, SearchReport
 from lopsided.prices import NOTHING_HIDDEN

@@ -18,7 +18,8 @@ from lopsided.notation import Rule
 from lopsided.program import Program
 from lopsided.rules import RuleBook
 from lopsided.search.astar import TABLE_LIMIT, Progress, gap_of, solve
-from lopsided.search.choices import Prices, Stores, Tables, choices
+from lopsided.search.choices import Stores, Tables, choices
+from lopsided.search.copies import Prices
 from lopsided.search.reduction import Memory
 
 __all__ = ["Found", "Memory", "Prices", "Progress", "Tables", "gap_of", "search"]

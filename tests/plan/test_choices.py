@@ -22,8 +22,9 @@ from lopsided.placement import I, P, Placement, R, S
 from lopsided.program import Program, check_program
 from lopsided.rules import RuleBook, derive_rules
 from lopsided.search import search
-from lopsided.search.choices import cheapest_tree, choices, tree_prices
-from lopsided.search.choices import price_of as price_of_value
+from lopsided.search.choices import choices
+from lopsided.search.copies import cheapest_tree, tree_prices
+from lopsided.search.copies import price_of as price_of_value
 
 PLACEMENTS = (I, R, P, S(0), S(1))
 
