@@ -41,7 +41,7 @@ MEMORY_IN_USE = 0.92
 
 _ROUNDS = 2  # of search and balance in turn, after the first from a seed
 _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
-_HALVINGS = 4  # of what lies between them
+_HALVINGS = 3  # of what lies between them
 _PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut
 _ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
 _REMEMBERED = 8  # programs laid out
@@ -337,6 +337,10 @@ class Workshop:
         polish: bool = False,
     ) -> Candidate | None:
         """The program with the best shares for it; None if none fit in memory. Polished, whole units fit better."""
+        if len(on.kinds) == 1 and not any(name != STATE for name, _ in reference.named):
+            # Devices alike have equal shares.
+            made = self.judge(name, on, program, self.equal(on), regather, found)
+            return made if made.fits else None
         network, laid = self.costs(on).network, self.laid_out(on, program, regather)
         try:
             shares = balance(

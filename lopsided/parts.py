@@ -16,7 +16,7 @@ _FEW_KINDS = 3  # of devices: all their subsets are tried
 
 
 def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
-    """The cluster, and what may be faster than all of it: some of its kinds, half of the fastest, single nodes."""
+    """The cluster, and what may be faster than all of it: some of its kinds, half of the fastest, a node of several."""
     seen = set()
 
     def new(part: Cluster) -> bool:
@@ -38,19 +38,21 @@ def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
             yield fastest
     if cluster.nodes > 1:
         for alike in cluster.alike_nodes():
-            if new(part := _only_node(cluster, alike[0])) and part.devices > 1:
+            # Nodes of one kind are among the halves of the fastest, or slower than those.
+            part = _only_node(cluster, alike[0])
+            if len(part.kinds) > 1 and new(part):
                 yield part
 
 
 def _subsets(order: Sequence[int], by_memory: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Of few kinds all subsets; of many all but one, the fastest, and those with most memory. Large ones first."""
+    """Of few kinds all subsets; of many the fastest, and those with most memory. Large ones first."""
     if len(order) <= _FEW_KINDS:
         for size in range(len(order) - 1, 0, -1):
             yield from itertools.combinations(order, size)
     else:
-        yield from ([k for k in order if k != without] for without in reversed(order))
-        yield from (order[:count] for count in range(len(order) - 2, 0, -1))
-        yield from (by_memory[:count] for count in range(len(order) - 2, 0, -1))
+        for count in range(len(order) - 1, 0, -1):
+            yield order[:count]
+            yield by_memory[:count]
 
 
 def _fewer_nodes(cluster: Cluster, nodes: int) -> Cluster:

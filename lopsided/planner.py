@@ -288,7 +288,7 @@ def _left_with(
         shares = shop.by_speed(part)
         made.append(shop.fitting("without", part, shares, shop.last_hidden or NOTHING_HIDDEN))
         made.append(shop.balanced("without", part, best.program, shares, best.regather, best.found))
-        if shop.memory_price:
+        if made[-1] is None:
             made += shop.plain_balanced(part)
     return min((candidate.step_s for candidate in made if candidate is not None and candidate.fits), default=math.inf)
 
