@@ -344,11 +344,15 @@ def uncut(book: RuleBook, cluster: Cluster, optimizer: str) -> int:
     """
     equal = (1 / cluster.devices,) * cluster.devices
     prices = SharePrices(Costs(book.graph, cluster, optimizer_named(optimizer)), Scale(cluster, equal))
-    return sum(
-        not any(placement.is_shard for placement in (*step.rule.needs, *step.rule.gives))
-        for step in data_parallel(book, prices).steps
-        if step.node.results[0].name not in book.graph.fixed and step.node.results[0].elements > 1
-    )
+    program = data_parallel(book, prices)
+    cut = {name for name, placement in program.leaves if placement.is_shard}
+    count = 0
+    for step in program.steps:
+        # What has no batch, such as embedded positions, is rightly computed whole.
+        has_batch = any(name in cut for name in step.node.operands)
+        count += has_batch and not any(placement.is_shard for placement in (*step.rule.needs, *step.rule.gives))
+        cut.update(v.name for v, give in zip(step.node.results, step.rule.gives, strict=True) if give.is_shard)
+    return count
 
 
 def ideal_s(book: RuleBook, cluster: Cluster, optimizer: str) -> float:
