@@ -112,8 +112,8 @@ def test_the_side_of_the_roof_is_decided_at_equal_shares(graph: Graph) -> None:
 def test_the_side_of_the_roof_is_decided_at_shares_by_speed(graph: Graph) -> None:
     """One device that is nearly all of a cluster is bound by arithmetic, as if alone; 63 slow ones by bytes."""
     weights, rows = 4 * (NARROW * WIDE + NARROW), 4 * BATCH * (NARROW + WIDE)
-    speed = FLOPS / (weights + rows) / 2
-    both = cluster(kind(speed, 1.0, 0.0, 1), kind(speed / 1e6, 1e-6, 0.0, 63))
+    speed = 1e9 * FLOPS / (weights + rows) / 2
+    both = cluster(kind(speed, 1e9, 0.0, 1), kind(speed / 1e6, 1e3, 0.0, 63))
     fast, slow = priced(graph, both).op(node_of(graph, "linear_1"), BY_ROWS).forward
     assert fast == Affine(0.0, FLOPS / speed)
     assert slow.constant > 0
