@@ -175,10 +175,6 @@ class _Gather:
     wanted_at: int
     buckets: list[_Bucket]
 
-    @property
-    def size(self) -> int:
-        return sum(bucket.size for bucket in self.buckets)
-
 
 class _Lanes:
     """The state of the simulation: plain numbers, one per kind."""
@@ -197,18 +193,18 @@ class _Lanes:
 
     def run(self, items: Sequence[Item]) -> None:
         """One pass, forward or backward."""
-        gathers = _gathers(items, self.scale, self.bucket_bytes)
-        wanted = {gather.wanted_at: number for number, gather in enumerate(gathers)}
+        coming = [_gather(at, sent, self.scale) for at, sent in gathers(items, self.bucket_bytes)]
+        wanted = {gather.wanted_at: number for number, gather in enumerate(coming)}
         there: list[float] = []  # when each gather is done
         filling: dict[str, _Bucket] = {}
-        for gather in gathers[:GATHERS_AT_ONCE]:
+        for gather in coming[:GATHERS_AT_ONCE]:
             there.append(self.start(gather))
         for position, item in enumerate(items):
             if isinstance(item, Compute):
                 if position in wanted:
                     number = wanted[position]
-                    if len(there) < len(gathers) and len(there) < number + GATHERS_AT_ONCE:
-                        there.append(self.start(gathers[len(there)]))
+                    if len(there) < len(coming) and len(there) < number + GATHERS_AT_ONCE:
+                        there.append(self.start(coming[len(there)]))
                     self.stand_still(there[number])
                 self.compute(item)
             elif item.ahead:
@@ -220,9 +216,9 @@ class _Lanes:
                     self.synchronised = self.send(filling.pop(item.collective))
             else:
                 self.block(item)
-        for gather in gathers[len(there) :]:
+        for gather in coming[len(there) :]:
             there.append(self.start(gather))
-        if gathers and gathers[-1].wanted_at == len(items):
+        if coming and coming[-1].wanted_at == len(items):
             self.stand_still(there[-1])
         for bucket in filling.values():
             self.synchronised = self.send(bucket)
@@ -296,28 +292,33 @@ class _Lanes:
             self.events.append(Event(NETWORK, what, start, self.free))
 
 
-def _gathers(items: Sequence[Item], scale: Scale, bucket_bytes: int) -> list[_Gather]:
-    """What is gathered ahead, in the order it is wanted, in buckets.
+def gathers(items: Sequence[Item], bucket_bytes: int = BUCKET_BYTES) -> list[tuple[int, list[Transfer]]]:
+    """What is gathered ahead, in the order it is wanted, in buckets, each with the place of its first consumer.
 
-    What one consumer wants is never parted: it would wait for both parts.
+    What one consumer wants is never parted: it would wait for both parts. What has no consumer is there at the end.
     """
-    found: list[_Gather] = []
+    found: list[tuple[int, list[Transfer]]] = []
     coming: list[Transfer] = []
+    size = 0  # of the bucket that is filling
     for position, item in enumerate(items):
         if isinstance(item, Transfer):
             if item.ahead:
                 coming.append(item)
         elif coming:
-            size = sum(transfer.whole_bytes for transfer in coming)
-            if not found or found[-1].size + size > bucket_bytes:
-                found.append(_Gather(position, []))
-            _fill(found[-1], coming, scale)
+            more = sum(transfer.whole_bytes for transfer in coming)
+            if not found or size + more > bucket_bytes:
+                found.append((position, []))
+                size = 0
+            found[-1][1].extend(coming)
+            size += more
             coming = []
-    if coming:
-        # Nobody computes with these: they are there at the end.
-        found.append(_Gather(len(items), []))
-        _fill(found[-1], coming, scale)
-    return found
+    return [*found, (len(items), coming)] if coming else found
+
+
+def _gather(wanted_at: int, transfers: Sequence[Transfer], scale: Scale) -> _Gather:
+    gather = _Gather(wanted_at, [])
+    _fill(gather, transfers, scale)
+    return gather
 
 
 def _fill(gather: _Gather, transfers: Sequence[Transfer], scale: Scale) -> None:

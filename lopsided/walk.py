@@ -34,7 +34,7 @@ from lopsided.errors import DoesNotFitError
 from lopsided.memory import Holding, describe_excess
 from lopsided.placement import Shares
 from lopsided.schedule import GATHERS_AT_ONCE, Compute, Item, Schedule
-from lopsided.timeline import BUCKET_BYTES
+from lopsided.timeline import BUCKET_BYTES, gathers
 
 PerKind = tuple[float, ...]
 
@@ -184,15 +184,15 @@ class Load:
 
     def _add_pass(self, items: Sequence[Item]) -> None:
         """Forward or backward. What is sent when, and with what else, is as `timeline` has it."""
-        gathers = _gathers(items)
-        wanted = {position: number for number, (position, _) in enumerate(gathers)}
+        coming = gathers(items)
+        wanted = {position: number for number, (position, _) in enumerate(coming)}
         filling: dict[str, list[Transfer]] = {}
         started = 0
 
         def start_gathers(until: int) -> None:
             nonlocal started
-            while started < min(until, len(gathers)):
-                self._send_together(gathers[started][1])
+            while started < min(until, len(coming)):
+                self._send_together(coming[started][1])
                 self._add(_MARK, started)
                 started += 1
 
@@ -213,7 +213,7 @@ class Load:
                     self._add(_MARK, _GRADIENTS)
             else:
                 self._send(_BLOCK, [item])
-        start_gathers(len(gathers))
+        start_gathers(len(coming))
         if len(items) in wanted:
             self._add(_AWAIT, wanted[len(items)])
         for bucket in filling.values():
@@ -253,26 +253,6 @@ class Load:
 
     def ways(self, network: Network, sizes: Sizes) -> tuple[Way, ...]:
         return tuple(message.way(network, sizes) for message in self.messages)
-
-
-def _gathers(items: Sequence[Item]) -> list[tuple[int, list[Transfer]]]:
-    """What is gathered ahead, in the order it is wanted, in buckets, each with the place of its first consumer.
-
-    What has no consumer is there at the end.
-    """
-    found: list[tuple[int, list[Transfer]]] = []
-    coming: list[Transfer] = []
-    for position, item in enumerate(items):
-        if isinstance(item, Transfer):
-            if item.ahead:
-                coming.append(item)
-        elif coming:
-            size = sum(transfer.whole_bytes for transfer in coming)
-            if not found or sum(t.whole_bytes for t in found[-1][1]) + size > BUCKET_BYTES:
-                found.append((position, []))
-            found[-1][1].extend(coming)
-            coming = []
-    return [*found, (len(items), coming)] if coming else found
 
 
 # The step at some sizes

@@ -441,6 +441,7 @@ def _with(monkeypatch: pytest.MonkeyPatch, talking: Any) -> tuple[Exchange, ...]
 def test_what_meta_tensors_refuse_is_tried_on_fake_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def picky(local: Local) -> Talking:
         if local.tensors[0].is_meta:
+            # What torch raises for an op that has no kernel for meta tensors.
             raise NotImplementedError("no kernel")
         yield Ask(local.tensors[0].sum((0, 1)), "P", "R")
 

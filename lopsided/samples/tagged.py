@@ -89,6 +89,6 @@ def _runs(op: OpOverload, example: Sample) -> bool:
         if out.requires_grad:
             trained = [t for t in example.args if isinstance(t, Tensor)]
             torch.autograd.grad(out, trained, torch.ones_like(out), allow_unused=True)
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+    except (RuntimeError, IndexError, ValueError, TypeError):  # no kernel for these is a RuntimeError, too
         return False
     return True
