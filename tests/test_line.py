@@ -67,6 +67,7 @@ ORDER = (
     "planfile",
     "listing",
     "plandiff",
+    "plantext",
     "terminal",
     "cli_plan",
     "cli",

@@ -18,7 +18,14 @@ from plans_by_hand import DATA_PARALLEL, SHARES, ZERO, plan_of
 
 from lopsided import cli
 from lopsided.cli import main
-from lopsided.cli_plan import (
+from lopsided.cli_plan import plan_json
+from lopsided.cluster import parse_cluster, preset_names
+from lopsided.errors import PlanError
+from lopsided.placement import Shares
+from lopsided.plan import Plan
+from lopsided.plandiff import diff_plans
+from lopsided.planfile import load_plan
+from lopsided.plantext import (
     WIDTH,
     baseline_lines,
     breakdown_lines,
@@ -26,19 +33,12 @@ from lopsided.cli_plan import (
     diff_lines,
     header_lines,
     node_lines,
-    plan_json,
     program_lines,
     progress_text,
     search_lines,
     segment_lines,
     worth_text,
 )
-from lopsided.cluster import parse_cluster, preset_names
-from lopsided.errors import PlanError
-from lopsided.placement import Shares
-from lopsided.plan import Plan
-from lopsided.plandiff import diff_plans
-from lopsided.planfile import load_plan
 from lopsided.search import Progress
 
 SMALL = "bert:layers=4,width=32,heads=2,vocab=97,seq=8,batch=16"
