@@ -10,7 +10,12 @@ LopsidedError                  what went wrong, where, and what to do about it
 │   ├── GraphError             a graph text or object that is not a legal graph
 │   ├── ProgramError           a program text or object that is not a legal program
 │   ├── DoesNotFitError        a program that needs more memory than a device has
-│   └── PlanError              a plan file or object that cannot be used
+│   ├── PlanError              a plan file or object that cannot be used
+│   ├── WorldError             processes that do not match the plan, or each other
+│   ├── BatchError             a batch or a loader that is not what was planned
+│   └── CheckpointError        a checkpoint or state dict that cannot be saved, read or applied
+├── TrainingError              a step that cannot go on: a loss that is no number, a parameter that was replaced
+├── RankError                  another process failed, or stopped taking part
 └── RuleError                  a rule that computes something else than one device would
 """
 
@@ -70,6 +75,26 @@ class DoesNotFitError(InputError):
 
 class PlanError(InputError):
     """A plan file or object that cannot be used, written or compared."""
+
+
+class WorldError(InputError):
+    """Processes that do not match the plan, or each other."""
+
+
+class BatchError(InputError):
+    """A batch or a loader that is not what was planned."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint or a state dict that cannot be saved, read or applied."""
+
+
+class TrainingError(LopsidedError):
+    """A step that cannot go on."""
+
+
+class RankError(LopsidedError):
+    """Another process failed, or stopped taking part."""
 
 
 class RuleError(LopsidedError):

@@ -1,0 +1,170 @@
+"""Local worker processes that talk over gloo: a small cluster on one machine.
+
+In: how many. Out: `Crew`, which runs a function in every worker and returns what each returned. Workers stay, so that
+many short jobs pay for one start. If one fails, the others are ended and its traceback is told.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+from lopsided.errors import RankError
+
+_PRELOAD = ["torch", "torch.distributed", "lopsided"]
+
+
+class Crew:
+    """`size` processes in one gloo group. Use it as a context; `run` is called from the parent.
+
+    `cores` pins each worker: one list of core numbers per worker. Every worker has one thread unless told otherwise.
+
+    >>> with Crew(2) as crew:  # doctest: +SKIP
+    ...     crew.run(function, argument)  # [function(argument) in worker 0, ... in worker 1]
+    """
+
+    def __init__(
+        self, size: int, *, cores: Sequence[Sequence[int]] | None = None, threads: int = 1, timeout_s: float = 120.0
+    ) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self._folder = tempfile.TemporaryDirectory(prefix="lopsided-")
+        # A server that has imported torch once and forks: a worker starts in a tenth of a second.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        port = _free_port()
+        self._pipes: list[Connection] = []
+        self._workers: list[BaseProcess] = []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            pinned = list(cores[rank]) if cores is not None else None
+            worker = context.Process(
+                target=_work, args=(rank, size, port, theirs, pinned, threads, timeout_s), daemon=True
+            )
+            worker.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._workers.append(worker)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def folder(self) -> str:
+        """A folder for what workers write; it goes when the crew does."""
+        return self._folder.name
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._workers) and all(worker.is_alive() for worker in self._workers)
+
+    def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `job(*args)` returns in each worker; raises what the first to fail says."""
+        outcomes = self.outcomes(job, *args)
+        for rank, (fine, result) in enumerate(outcomes):
+            if not fine:
+                self.close()
+                told = "\n".join(f"--- worker {r} ---\n{text}" for r, (good, text) in enumerate(outcomes) if not good)
+                raise RankError(f"worker {rank} failed:\n{told}", do="see its traceback above")
+        return [result for _, result in outcomes]
+
+    def outcomes(self, job: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
+        """Of each worker whether it finished, and what it returned or the text of its traceback."""
+        for pipe in self._pipes:
+            pipe.send((job, args))
+        found: dict[int, tuple[bool, Any]] = {}
+        until = time.monotonic() + self.timeout_s
+        while len(found) < self.size:
+            left = until - time.monotonic()
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
+            for pipe in wait(list(waiting), timeout=max(left, 0)):
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    found[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    self._workers[rank].join(5)
+                    code = self._workers[rank].exitcode
+                    found[rank] = (False, f"the process ended with exit code {code}")
+            if left <= 0:
+                for rank in waiting.values():
+                    found[rank] = (False, f"no answer within {self.timeout_s:g} s")
+        return [found[rank] for rank in range(self.size)]
+
+    def kill(self, rank: int) -> None:
+        """End one worker as a crash would."""
+        self._workers[rank].kill()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for worker in self._workers:
+            worker.join(0.5)
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+        self._pipes, self._workers = [], []
+        self._folder.cleanup()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _work(
+    rank: int,
+    size: int,
+    port: int,
+    pipe: Connection,
+    cores: list[int] | None,
+    threads: int,
+    timeout_s: float,
+) -> None:
+    """A worker: joins the group, then does what it is told until the pipe closes."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    # What torchrun would set.
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    while True:
+        try:
+            job, args = pipe.recv()
+        except (EOFError, OSError, KeyboardInterrupt):
+            break
+        try:
+            outcome = (True, job(*args))
+        except BaseException:
+            outcome = (False, traceback.format_exc())
+        try:
+            pipe.send(outcome)
+        except (OSError, BrokenPipeError):
+            break
+    # Peers may be gone already; leaving without saying goodbye is then all there is to do.
+    os._exit(0)

@@ -1,0 +1,45 @@
+"""A crew does what it is told, tells what failed, and does not hang."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lopsided.errors import RankError
+from lopsided.processes import Crew
+
+
+def sum_of_ranks(start: int) -> float:
+    total = torch.tensor(float(start + dist.get_rank()))
+    dist.all_reduce(total)
+    return total.item()
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("nonsense")
+
+
+def leave(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+
+
+def test_every_worker_returns(crews: Callable[[int], Crew]) -> None:
+    assert crews(3).run(sum_of_ranks, 10) == [33.0] * 3
+    assert crews(3).run(sum_of_ranks, 0) == [3.0] * 3
+
+
+def test_a_failure_is_told() -> None:
+    with Crew(2) as crew, pytest.raises(RankError, match="worker 1 failed") as told:
+        crew.run(fail_on, 1)
+    assert "ValueError: nonsense" in str(told.value)
+
+
+def test_a_worker_that_leaves_is_told() -> None:
+    with Crew(2) as crew, pytest.raises(RankError, match="exit code 3"):
+        crew.run(leave, 0)
