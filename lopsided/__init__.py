@@ -4,6 +4,7 @@ The line, each room importing only from rooms before it (docs/index.md):
 
     capture(model, batch) → Graph → derive_rules → RuleBook → search → Program → balance → Shares → Plan
                                                                  └─▶ simulate → loss and gradients
+    parallelize(model, batch, plan) → a module that trains on torch.distributed
 
 `plan` is all of the first row.
 """
@@ -18,6 +19,12 @@ from lopsided.planfile import load_plan, save_plan
 from lopsided.planner import plan
 from lopsided.program import Program, check_program, parse_program
 from lopsided.rules import RuleBook, derive_rules
+from lopsided.runtime.batches import shard
+from lopsided.runtime.checkpoint import load as load_checkpoint
+from lopsided.runtime.checkpoint import save as save_checkpoint
+from lopsided.runtime.norms import clip_grad_norm_
+from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.state import full_state_dict, load_full_state_dict
 from lopsided.sample import random_program
 from lopsided.simulate import Simulation, one_device, simulate
 from lopsided.verify import Verification, verify
@@ -26,6 +33,7 @@ __all__ = [
     "Cluster",
     "Graph",
     "LopsidedError",
+    "Parallel",
     "Placement",
     "Plan",
     "Program",
@@ -35,15 +43,22 @@ __all__ = [
     "Verification",
     "capture",
     "check_program",
+    "clip_grad_norm_",
     "derive_rules",
+    "full_state_dict",
+    "load_checkpoint",
     "load_cluster",
+    "load_full_state_dict",
     "load_plan",
     "one_device",
+    "parallelize",
     "parse_graph",
     "parse_program",
     "plan",
     "random_program",
+    "save_checkpoint",
     "save_plan",
+    "shard",
     "simulate",
     "verify",
 ]

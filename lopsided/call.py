@@ -117,13 +117,13 @@ def filled(node: Node, operands: Sequence[Tensor], device: torch.device) -> tupl
     feed = iter(operands)
     args = [_fill(arg, feed, device) for arg in node.args]
     kwargs = {key: _fill(arg, feed, device) for key, arg in node.kwargs}
-    if not operands and _makes_tensors(node.op):
+    if not operands and makes_tensors(node.op):
         kwargs["device"] = device
     return args, kwargs
 
 
 @cache
-def _makes_tensors(op: str) -> bool:
+def makes_tensors(op: str) -> bool:
     """A factory such as `arange`: it can be told where to make its tensor, by keyword."""
     overload = aten_overload(op)
     return overload is not None and any(a.name == "device" and a.kwarg_only for a in overload._schema.arguments)

@@ -542,7 +542,7 @@ class Workshop:
 
         def weight(step: Step) -> float:
             cost = costs.op(step.node, step.rule)
-            return sum(affine.slope for affine in (*cost.forward, *cost.backward))
+            return sum(affine.slope for affine in (*cost.forward * cost.forwards, *cost.backward))
 
         program = found_segments(candidate.program, weight)
         if program == candidate.program:
@@ -562,11 +562,12 @@ class Workshop:
         costs, total = self.costs(on), 0.0
         for node in self.graph.nodes:
             whole = costs.op(node, Rule((I,) * len(node.operands), (I,) * len(node.results)))
-            launches = costs.work(node).kernels
+            there, back = costs.work(node).kernels
             per_s = 0.0
-            for kind, there, back in zip(on.kinds, whole.forward, whole.backward, strict=True):
-                seconds = there.at(1.0) + back.at(1.0) - sum(launches) * kind.launch_s
-                per_s += kind.devices / seconds if seconds > 1e-12 else math.inf
+            launches = there * whole.forwards + back
+            for kind, seconds in zip(on.kinds, whole.seconds((1.0,) * len(on.kinds)), strict=True):
+                working = seconds - launches * kind.launch_s
+                per_s += kind.devices / working if working > 1e-12 else math.inf
             total += 1 / per_s
         return total
 

@@ -6,6 +6,7 @@ real, fake or on `meta`. Out: a `Graph` of the ops as people write them (`linear
 
     a tensor given twice in the batch        separate inputs                     `flatten_batch`
     autocast and no-grad regions             kept as each node's context         `_Tracer.call`
+    activation checkpointing                 the same, regions numbered from 1   `_numbered`
     in-place ops, also through views         functional ops                      `lopsided.inplace`
     batch norm and buffers it changes        results of the node, graph updates  `_Tracer.batch_norm`
     parameters used under two names          one leaf                            `_Tracer.leaf`
@@ -17,7 +18,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -32,7 +33,7 @@ from torch.utils import _pytree as pytree
 
 from lopsided.errors import CaptureError
 from lopsided.explain import explain, source_of
-from lopsided.export import assignments, export_flat
+from lopsided.export import assignments, export_flat, region_of
 from lopsided.graph import DTYPE_NAMES, Arg, Atom, Context, Graph, Leaf, Node, Ref, Source, Value
 from lopsided.inplace import Functional
 from lopsided.saved import record_saved
@@ -52,7 +53,7 @@ def capture(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -
     return record_saved(without_unused(trace(model, batch, loss_fn=loss_fn)))
 
 
-def _surrounding_autocast() -> str:
+def surrounding_autocast() -> str:
     """The autocast that capture is called under: part of what the model computes."""
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
@@ -82,7 +83,16 @@ def without_unused(graph: Graph) -> Graph:
             kept.append(node)
             wanted.update(node.operands)
     leaves = tuple(leaf for leaf in graph.leaves if leaf.kind in ("input", "parameter") or leaf.value.name in wanted)
-    return Graph(leaves, tuple(reversed(kept)), graph.loss, graph.updates)
+    return Graph(leaves, _numbered(reversed(kept)), graph.loss, graph.updates)
+
+
+def _numbered(nodes: Iterable[Node]) -> tuple[Node, ...]:
+    """The nodes with their checkpointed regions numbered from 1 in order of first appearance."""
+    numbers = {0: 0}
+    return tuple(
+        replace(node, context=replace(node.context, recompute=numbers.setdefault(node.context.recompute, len(numbers))))
+        for node in nodes
+    )
 
 
 def flatten_batch(
@@ -220,8 +230,9 @@ class _Tracer:
 
     def __init__(self, model: nn.Module, exported: ExportedProgram, inputs: list[str], replaced: set[str]) -> None:
         self.replaced = replaced
-        self.context = Context(_surrounding_autocast())
+        self.context = Context(surrounding_autocast())
         self.regions: dict[fx.Node, str] = {}
+        self.within = 0  # the checkpointed sub-graph that is being inlined
         self.model, self.exported, self.inputs = model, exported, iter(inputs)
         self.leaves: list[Leaf] = []
         self.body = Functional()
@@ -240,10 +251,11 @@ class _Tracer:
             # Retracing an op on meta tensors may warn about what the model does; that is not news here.
             warnings.simplefilter("ignore")
             results = self.inline(module)
+        self.body.region = 0
         loss = self.body.current(_name_of(results[0], "the loss"))
         updates = tuple((b, self.body.current(v)) for b, v in self.body.updates.items() if self.body.current(v) != v)
         self.refuse_shared_memory([buffer for buffer, _ in updates])
-        return Graph(tuple(self.leaves), tuple(self.body.nodes), loss, updates)
+        return Graph(tuple(self.leaves), _numbered(self.body.nodes), loss, updates)
 
     def refuse_shared_memory(self, changed: list[str]) -> None:
         """A buffer that changes must not be seen through another tensor of the model, unless it is that tensor."""
@@ -353,6 +365,7 @@ class _Tracer:
         target = node.target
         name = str(target)
         source = source_of(node)
+        self.body.region = self.within or region_of(node)
         if name.endswith("getitem>") or name == "<built-in function getitem>":
             container, index = self.names[node.args[0]], node.args[1]  # type: ignore[index]
             self.names[node] = container[index]  # type: ignore[index]
@@ -365,7 +378,11 @@ class _Tracer:
             self.context = replace(self.context, autocast=self.regions[node.args[0]])  # type: ignore[index]
         elif "activation_checkpoint" in name:
             body, *rest = node.args
+            outer = self.within
+            # Any number that no other region has; nested ones belong to the outermost.
+            self.within = self.body.region or -len(self.names)
             self.subgraph(node, module, body, rest)
+            self.within = outer
         elif isinstance(target, OpOverload) and target.name().partition("::")[2].startswith(_CHECKS):
             return
         elif isinstance(target, OpOverload) and target._schema.is_mutable and node.meta.get("val") is None:
@@ -467,7 +484,7 @@ class _Tracer:
         if isinstance(arg, torch.dtype):
             return Atom("dtype", DTYPE_NAMES[arg])
         if isinstance(arg, torch.device):
-            return Atom("device", str(arg))
+            return Atom("device", "cpu")  # stands for the device the graph is run on, wherever it was captured
         if isinstance(arg, torch.layout | torch.memory_format):
             kind = "layout" if isinstance(arg, torch.layout) else "memory_format"
             return Atom(kind, str(arg).removeprefix("torch."))

@@ -34,6 +34,7 @@ from lopsided.imaginary import cotangent
 from lopsided.notation import Algebra, Nonlinear, Operand, Product, Rule, Sum
 from lopsided.ops.op import Call
 from lopsided.placement import AnyShares, I, Placement, Shares
+from lopsided.recompute import reruns
 from lopsided.rules import describe_call
 from lopsided.work import Work, call_text, exchanges, work_of
 
@@ -81,13 +82,27 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """One node under one rule: seconds per kind, and what it sends by itself."""
+    """One node under one rule: seconds per kind, and what it sends by itself.
+
+    `forwards` is how often a step runs it forward: the nodes of a checkpointed region twice.
+    """
 
     forward: tuple[Affine, ...]
     backward: tuple[Affine, ...]
     cut: Cut | None
     talks: tuple[Transfer, ...] = ()
     back_talks: tuple[Transfer, ...] = ()
+    forwards: int = 1
+
+    def seconds(self, fractions: Sequence[float]) -> tuple[float, ...]:
+        """What each kind computes in a whole step."""
+        both = zip(self.forward, self.backward, fractions, strict=True)
+        return tuple(self.forwards * there.at(f) + back.at(f) for there, back, f in both)
+
+    @property
+    def sent(self) -> tuple[Transfer, ...]:
+        """In a whole step."""
+        return (*self.talks * self.forwards, *self.back_talks)
 
 
 # Shares
@@ -228,6 +243,7 @@ class Costs:
     def __init__(self, graph: Graph, cluster: Cluster, optimizer: Optimizer) -> None:
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
         self.network = Network(cluster)
+        self.reruns = reruns(graph)
         self._total: dict[str, float] = {}  # FLOP/s of all devices together, by dtype
         self._tables: tuple[dict[str, Measured], ...] = tuple({m.call: m for m in k.measured} for k in cluster.kinds)
         self._numbers: dict[object, int] = {}  # of signatures
@@ -237,10 +253,11 @@ class Costs:
         self._updates: dict[tuple[int, bool], tuple[Affine, ...]] = {}
 
     def number(self, node: Node) -> int:
-        """A number for what the call is: the same for calls with equal signatures."""
+        """A number for what the call is: the same for calls with equal signatures that are recomputed alike."""
         number = self._number_of.get(node.name)
         if number is None:
-            number = self._numbers.setdefault(signature(node, self.graph.values), len(self._numbers))
+            key = (signature(node, self.graph.values), self.reruns.get(node.name))
+            number = self._numbers.setdefault(key, len(self._numbers))
             self._number_of[node.name] = number
         return number
 
@@ -304,7 +321,8 @@ class Costs:
                     self._roofline(kind, work.dtype, work.kernels[1], flops, work.gradient_bytes, cut_at, cut)
                 )
         talks, back_talks = _talks(call, rule, cut)
-        return OpCost(tuple(forward), tuple(backward), cut, talks, (*back_talks, *gathered))
+        forwards = 2 if call.node.name in self.reruns else 1
+        return OpCost(tuple(forward), tuple(backward), cut, talks, (*back_talks, *gathered), forwards)
 
     def _roofline(
         self,
@@ -441,7 +459,7 @@ def _gathered(call: Call, rule: Rule, wanted: frozenset[int]) -> tuple[Transfer,
     """
     if not wanted:
         return ()
-    factors = _factors_beside(call, wanted)
+    factors = factors_beside(call, wanted)
     found = []
     for k, (need, value) in enumerate(zip(rule.needs, call.operands, strict=True)):
         cut = cut_of(need, value.shape)
@@ -454,7 +472,7 @@ def _gathered(call: Call, rule: Rule, wanted: frozenset[int]) -> tuple[Transfer,
     return tuple(found)
 
 
-def _factors_beside(call: Call, wanted: frozenset[int]) -> frozenset[int]:
+def factors_beside(call: Call, wanted: frozenset[int]) -> frozenset[int]:
     """The operands that the gradients of `wanted` are made of: those they are multiplied with."""
     try:
         described = describe_call(call)

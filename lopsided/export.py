@@ -1,12 +1,13 @@
 """torch.export, with what it would lose put right.
 
-In: a module and its tensors. Out: an `ExportedProgram` whose graph is flat. Five things export does not tell:
+In: a module and its tensors. Out: an `ExportedProgram` whose graph is flat. Six things export does not tell:
 
     no_grad inside autocast        one of the two is lost: markers stay where they are  `_flat_regions`
     a torch.autograd.Function      its backward is lost: refused, unless its forward's  `_functions_watched`
     buffers a submodule assigns    the new value is lost: written to the buffer instead `assignments`
     other attributes assigned      tracing tensors are left behind: put back            `_attributes_kept`
     hooks on gradients             they are lost: refused                               `_hooks_watched`
+    what is recomputed             torch.utils.checkpoint leaves no trace: nodes marked `region_of`
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
+from torch.fx import traceback
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 
 from lopsided.errors import CaptureError
 
@@ -43,6 +46,7 @@ def export_flat(module: nn.Module, tensors: tuple[Tensor, ...]) -> ExportedProgr
         _functions_watched(),
         _hooks_watched(),
         _distributions_unchecked(),
+        _checkpoints_marked(),
         _attributes_kept(module),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -106,6 +110,49 @@ def _flat_regions() -> Iterator[None]:
         patch.object(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", unchanged),
     ):
         yield
+
+
+# Checkpoints
+
+_REGION = "lopsided.recompute"
+
+
+@contextmanager
+def _checkpoints_marked() -> Iterator[None]:
+    """Nodes traced inside torch.utils.checkpoint carry the number of their region; `region_of` reads it.
+
+    Every form of non-reentrant checkpointing runs its forward under this hook, and only where gradients are on. A
+    function imported long before is still caught, since the hook is looked up when it is called.
+    """
+    hook: Any = checkpoint._checkpoint_hook
+    begun = open_now = 0
+
+    class Marking(hook):  # type: ignore[misc]
+        def __enter__(self) -> Any:
+            nonlocal begun, open_now
+            self.marks = ExitStack()
+            if not open_now:
+                # A checkpoint inside another is recomputed with it: the outermost counts.
+                begun += 1
+                self.marks.enter_context(traceback.preserve_node_meta())
+                self.marks.enter_context(traceback.annotate({_REGION: begun}))
+            open_now += 1
+            return super().__enter__()
+
+        def __exit__(self, *raised: Any) -> Any:
+            nonlocal open_now
+            open_now -= 1
+            self.marks.close()
+            return super().__exit__(*raised)
+
+    with patch.object(checkpoint, "_checkpoint_hook", Marking):
+        yield
+
+
+def region_of(node: fx.Node) -> int:
+    """The number of the checkpointed region a node was traced in; 0 for none."""
+    number = (node.meta.get("custom") or {}).get(_REGION, 0)
+    return int(number)
 
 
 # Attributes

@@ -5,7 +5,7 @@ In: nodes and leaves. Out: `Graph`, which prints, parses back and checks itself.
     %h: ∂f32[4, 8, 16] = aten.embedding.default(%wte, %tokens)  ; saves %tokens  ; at "gpt.py":41 "GPT.forward"
 
 `∂` marks a value with a gradient. After the call follow, where there is something to say, its context (`autocast`,
-`no_grad`), what its backward pass keeps, and its line in the user's model.
+`no_grad`, `recompute`), what its backward pass keeps, and its line in the user's model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -129,10 +129,15 @@ Arg = None | bool | int | float | complex | str | Ref | Atom | tuple["Arg", ...]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What surrounds a node: the autocast it runs under (`cpu:bf16`, `cpu:off`), and whether gradients are on."""
+    """What surrounds a node: the autocast it runs under (`cpu:bf16`, `cpu:off`), and whether gradients are on.
+
+    `recompute` is the number of the checkpointed region it belongs to, from 1 on, or 0: the nodes of a region keep
+    nothing for the backward pass, which runs them again.
+    """
 
     autocast: str = ""
     grad: bool = True
+    recompute: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +253,17 @@ class Graph:
 
 
 def signature(node: Node, values: Mapping[str, Value]) -> object:
-    """What a call is, names aside: calls with equal signatures have the same rules, price and saved tensors."""
+    """What a call is, names aside: calls with equal signatures have the same rules, price and saved tensors.
+
+    Whether it is recomputed is not part of that.
+    """
+    context = node.context
     return (
         node.op,
         _described(node.args, values),
         _described(tuple(node.kwargs), values),
         tuple((value.shape, value.dtype) for value in node.results),
-        node.context,
+        (context.autocast, context.grad),
     )
 
 
@@ -335,6 +344,8 @@ def print_node(node: Node, *, sources: bool = True) -> str:
         notes.append(f"autocast {node.context.autocast}")
     if not node.context.grad:
         notes.append("no_grad")
+    if node.context.recompute:
+        notes.append(f"recompute {node.context.recompute}")
     if node.saved != Saved():
         extra = [f"+{node.saved.extra_bytes}"] if node.saved.extra_bytes else []
         notes.append(" ".join(["saves", *(f"%{name}" for name in node.saved.values), *extra]))
@@ -567,9 +578,11 @@ def _node(reader: _Reader, results: tuple[Value, ...], namespaces: Collection[st
     while reader.accept(";"):
         note = reader.take()
         if note == "autocast":
-            context = Context(_autocast(reader), context.grad)
+            context = replace(context, autocast=_autocast(reader))
         elif note == "no_grad":
-            context = Context(context.autocast, False)
+            context = replace(context, grad=False)
+        elif note == "recompute":
+            context = replace(context, recompute=reader.integer())
         elif note == "saves":
             names: list[str] = []
             while reader.next.startswith("%"):

@@ -130,13 +130,13 @@ def run_rule(
 
 def _run(call: Call, rule: Rule, operands: Sequence[Parts], shares: AnyShares, random: SeededRandomness) -> list[Parts]:
     locals_ = [_local(call, rule, [parts[d] for parts in operands], d, shares, random) for d in range(len(shares))]
-    implementation, talks = _implementation(call, rule)
+    implementation, talks = implementation_of(call, rule)
     with surroundings(call.node.context):
         if talks:
             made = _in_step([implementation(local) for local in locals_], shares)
         else:
             made = [
-                _nothing(local) if _is_nothing(local) else _seeded(implementation, local, random) for local in locals_
+                _nothing(local) if is_nothing(local) else _seeded(implementation, local, random) for local in locals_
             ]
     results = [list(out) if isinstance(out, tuple | list) else [out] for out in made]
     for local, out in zip(locals_, results, strict=True):
@@ -171,7 +171,7 @@ def rule_pieces(call: Call, rule: Rule, shares: AnyShares) -> tuple[int, ...]:
     return next((pieces_of(p, shape, shares) for p, shape in found.values()), ())
 
 
-def _implementation(call: Call, rule: Rule) -> tuple[Implementation, bool]:
+def implementation_of(call: Call, rule: Rule) -> tuple[Implementation, bool]:
     """The function that computes a piece, and whether it may talk to the other devices."""
     entry = describe(call.node.op)
     if rule.how not in ("plain", "sfb"):
@@ -182,7 +182,7 @@ def _implementation(call: Call, rule: Rule) -> tuple[Implementation, bool]:
     return (entry.local if entry is not None and entry.local is not None else Local.run), False
 
 
-def _is_nothing(local: Local) -> bool:
+def is_nothing(local: Local) -> bool:
     return bool(local.shapes) and all(0 in shape for shape in local.shapes)
 
 

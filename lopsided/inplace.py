@@ -69,6 +69,7 @@ class Functional:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.updates: dict[str, str] = {}
+        self.region = 0  # that is being traced: what is added now is recomputed with it, whenever its view was taken
         self._values: dict[str, Value] = {}
         self._leaves: dict[str, Leaf] = {}
         self._newer: dict[str, str] = {}
@@ -133,7 +134,7 @@ class Functional:
 
     def _add_all(self, node: Node) -> tuple[str, ...]:
         self._clock += 1
-        self.nodes.append(node)
+        self.nodes.append(replace(node, context=replace(node.context, recompute=self.region)))
         trained = node.context.grad and "detach" not in node.op and any(name in self._trained for name in node.operands)
         for value in node.results:
             self._values[value.name] = value

@@ -57,7 +57,7 @@ class Row:
 
     text: str
     module: str = ""
-    compute_s: float = 0.0  # forward and backward, of the kind of device that takes longest
+    compute_s: float = 0.0  # forward (again where recomputed) and backward, of the kind of device that takes longest
     sends: tuple[Send, ...] = ()
     times: int = 1
     repeats: int = 0
@@ -114,7 +114,7 @@ class _Priced:
         self.scale = Scale(plan.on, plan.shares)
         self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
         self.parameters = {leaf.value.name for leaf in self.graph.parameters}
-        self.again = regathered(plan.program) if plan.regather else {}
+        self.again = regathered(plan.program, regather=plan.regather)
         self.made: set[tuple[str, Placement]] = set(plan.program.leaves)
         self.optimizer_name = plan.optimizer
 
@@ -122,17 +122,17 @@ class _Priced:
         """A row for every step, and what makes steps alike."""
         for step in self.program.steps:
             node, rule = step.node, step.rule
+            again = node.name in self.costs.reruns
             sends = [
-                s for name, chain in zip(node.operands, step.chains, strict=True) for s in self._fetch(name, chain)
+                send
+                for name, chain in zip(node.operands, step.chains, strict=True)
+                for send in self._fetch(name, chain, again and name not in self.parameters)
             ]
             self.made.update((v.name, give) for v, give in zip(node.results, rule.gives, strict=True))
             cost = self.costs.op(node, rule)
-            sends += [self._send(talk) for talk in (*cost.talks, *cost.back_talks)]
+            sends += [self._send(talk) for talk in cost.sent]
             sends += [self._send(replace(transfer, hides=True)) for transfer in self.again.get(node.name, ())]
-            fractions = self.scale.fractions(cost.cut)
-            compute_s = max(
-                there.at(f) + back.at(f) for there, back, f in zip(cost.forward, cost.backward, fractions, strict=True)
-            )
+            compute_s = max(cost.seconds(self.scale.fractions(cost.cut)))
             call = f"{short_op(node.op)}({self._operands(node, step.chains)})"
             how = "" if rule.how == "plain" else f" [{rule.how}]"
             text = f"{_results(node)} = {call} : {_gives(rule.gives)}{how}"
@@ -167,13 +167,14 @@ class _Priced:
         if count:
             yield Row(f"{self.optimizer_name}: update {count} parameters", compute_s=max(totals))
 
-    def _fetch(self, name: str, chain: Chain) -> Iterator[Send]:
-        """What a chain sends, forward and backward; a copy that is there already is not made again."""
+    def _fetch(self, name: str, chain: Chain, again: bool = False) -> Iterator[Send]:
+        """What a chain sends, forward (`again`: twice) and backward; a copy that is there is not made anew."""
         for source, to in itertools.pairwise(chain):
             if (name, to) in self.made:
                 continue
             self.made.add((name, to))
-            for transfer in conversion(self.graph.values[name], source, to):
+            there, back = conversion(self.graph.values[name], source, to)
+            for transfer in (there, there if again else None, back):
                 if transfer is not None:
                     yield self._send(replace(transfer, hides=name in self.parameters))
 

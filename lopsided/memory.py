@@ -7,10 +7,16 @@ In: a `Program` and an `Optimizer`. Out: `Holding`s, bytes that are either whole
     saved for backward          what `Node.saved` names, in the placement of the copy that
                                 the step uses; what the op makes for itself scales as the
                                 rule cuts                                                  `_saved`
+                                of a checkpointed region what it takes from outside, and   `_taken`
+    recomputed                  the rest of what its steps save, while it runs backward:
+                                of one region at a time                                    `_working`
     gathered copies             of parameters: all of them until the backward pass, or,
-                                regathered, the largest two at once                        `_gathered`
+                                regathered, the largest two at once; of a checkpointed
+                                region all, but of one region at a time                    `_gathered`
     working                     of the largest step: operands and results that are not
                                 held anyway, and their gradients                           `_working`
+
+Recomputed and working bytes are those of the region and step that have most of both together.
 
 Memory is counted once. A view is its operand's memory seen differently, and `I` and `R` are the same copy; so each
 (value, placement) of a program is followed to the copy whose memory it is (`_Copies`).
@@ -20,6 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy as twin
 from dataclasses import dataclass
 
 from lopsided.cluster import Kind
@@ -30,10 +37,11 @@ from lopsided.notation import Rule
 from lopsided.ops.op import Call
 from lopsided.placement import I, Placement
 from lopsided.program import Program, Step
+from lopsided.recompute import reruns
 from lopsided.schedule import GATHERS_AT_ONCE
 from lopsided.work import work_of
 
-USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "gathered", "working")
+USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "gathered", "working")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +71,22 @@ def saved_by(graph: Graph, node: Node, rule: Rule) -> tuple[Holding, ...]:
     """What one node keeps for its backward pass under a rule, seen by itself.
 
     Named by the value whose memory it is. Several nodes may name the same (what, cut): it is held once. Parameters and
-    what is fixed are held anyway, and not named.
+    what is fixed are held anyway, and not named. A node of a checkpointed region keeps what it takes from outside.
     """
-    roots = _sharing(graph).roots
+    sharing = _sharing(graph)
+    roots = sharing.roots
     results = [value.name for value in node.results]
     copies = [*zip(node.operands, rule.needs, strict=True), *zip(results, rule.gives, strict=True)]
     anyway = {leaf.value.name for leaf in graph.parameters} | graph.fixed
-    kept = _kept(node)
+    outside = sharing.reruns.get(node.name)
+    kept = _kept(node).values if outside is None else tuple(node.operands[k] for k in outside)
     found: dict[tuple[str, Cut | None], Holding] = {}
     for name, placement in copies:
-        if name in kept.values and roots[name] not in anyway:
+        if name in kept and roots[name] not in anyway:
             value = graph.values[name]
             cut = cut_of(placement, value.shape)
             found.setdefault((roots[name], cut), Holding(roots[name], "saved", value.bytes, cut))
-    return (*found.values(), *_extra(graph, node, rule))
+    return (*found.values(), *(_extra(graph, node, rule) if outside is None else ()))
 
 
 def holdings(
@@ -143,6 +153,12 @@ class _Copies:
         self.held.add(copy)
         return True
 
+    def apart(self) -> _Copies:
+        """The same, with what is held from here on for itself."""
+        other = twin(self)
+        other.held = set(self.held)
+        return other
+
     def holding(self, copy: _Copy, use: str) -> Holding:
         value = self.values[copy[0]]
         return Holding(value.name, use, value.bytes, cut_of(copy[1], value.shape))
@@ -150,10 +166,14 @@ class _Copies:
 
 @dataclass(frozen=True, slots=True)
 class _Sharing:
-    """Which values of a graph share memory: nodes whose results are views, and for each value whose memory it is."""
+    """Which values of a graph share memory: nodes whose results are views, and for each value whose memory it is.
+
+    And which nodes run again instead of keeping anything.
+    """
 
     views: frozenset[str]
     roots: Mapping[str, str]
+    reruns: Mapping[str, tuple[int, ...]]
 
 
 _SEEN: dict[int, tuple[weakref.ref[Graph], _Sharing]] = {}
@@ -171,7 +191,7 @@ def _sharing(graph: Graph) -> _Sharing:
     for node in graph.nodes:
         for value in node.results:
             roots[value.name] = roots[node.operands[0]] if node.name in views else value.name
-    _SEEN[id(graph)] = (weakref.ref(graph), _Sharing(views, roots))
+    _SEEN[id(graph)] = (weakref.ref(graph), _Sharing(views, roots, reruns(graph)))
     return _SEEN[id(graph)][1]
 
 
@@ -206,19 +226,40 @@ def _kept(node: Node) -> Saved:
 
 
 def _saved(program: Program, copies: _Copies) -> Iterator[Holding]:
-    for step in program.steps:
+    again = _sharing(program.graph).reruns
+    for unit in program.units():
+        if unit[0].node.name in again:
+            yield from _taken(unit, copies)
+        else:
+            yield from _saved_by_steps(program, unit, copies, "saved")
+
+
+def _taken(unit: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
+    """What a checkpointed region has from outside, in the placement it is there in: conversions are made again."""
+    inside: set[_Copy] = set()
+    for step in unit:
+        for name, chain in zip(step.node.operands, step.chains, strict=True):
+            whose = copies.of(name, chain[0])
+            if (name, chain[0]) not in inside and copies.hold(whose):
+                yield copies.holding(whose, "saved")
+            inside.update((name, placement) for placement in chain)
+        inside.update((value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True))
+
+
+def _saved_by_steps(program: Program, steps: Sequence[Step], copies: _Copies, use: str) -> Iterator[Holding]:
+    for step in steps:
         node, rule = step.node, step.rule
         for name in _kept(node).values:
             placements = [n for operand, n in zip(node.operands, rule.needs, strict=True) if operand == name]
             placements += [g for value, g in zip(node.results, rule.gives, strict=True) if value.name == name]
             for placement in placements:
-                copy = copies.of(name, placement)
-                if copies.hold(copy):
-                    yield copies.holding(copy, "saved")
-        yield from _extra(program.graph, node, rule)
+                whose = copies.of(name, placement)
+                if copies.hold(whose):
+                    yield copies.holding(whose, use)
+        yield from _extra(program.graph, node, rule, use)
 
 
-def _extra(graph: Graph, node: Node, rule: Rule) -> Iterator[Holding]:
+def _extra(graph: Graph, node: Node, rule: Rule, use: str = "saved") -> Iterator[Holding]:
     """What an op makes for itself to keep (masks, statistics) scales with its pieces.
 
     Under autocast it also keeps operands it has cast. Those of whole matrices stay whole.
@@ -237,43 +278,71 @@ def _extra(graph: Graph, node: Node, rule: Rule) -> Iterator[Holding]:
     call = Call(node, tuple(graph.values[name] for name in node.operands))
     cut = rule_cut(call, rule)
     if whole and cut is not None:
-        yield Holding(f"{node.name} (its own)", "saved", whole, None)
+        yield Holding(f"{node.name} (its own)", use, whole, None)
         extra -= whole
     if extra:
-        yield Holding(f"{node.name} (its own)", "saved", extra, cut)
+        yield Holding(f"{node.name} (its own)", use, extra, cut)
 
 
 def _gathered(program: Program, regather: bool) -> Iterator[Holding]:
-    """Copies of parameters that are no slice of what is stored."""
+    """Copies of parameters that are no slice of what is stored.
+
+    Those that are gathered again are there a few at a time: for a checkpointed region together, until it has run
+    backward.
+    """
     parameters = {leaf.value.name for leaf in program.graph.parameters}
-    again: list[Holding] = []
+    region_of = _regions(program)
+    together: dict[object, list[Holding]] = {}
     for value, source, to in program.conversions():
         if value.name not in parameters or (source.is_whole and to.kind != "P"):
             continue
         holding = Holding(value.name, "gathered", value.bytes, cut_of(to, value.shape))
-        if regather and collective_of(source, to) == "all_gather":
-            again.append(holding)
+        region = region_of.get((value.name, to))
+        if (regather or region) and collective_of(source, to) == "all_gather":
+            together.setdefault(region or holding, []).append(holding)
         else:
             yield holding
-    yield from sorted(again, key=lambda holding: -holding.bytes)[:GATHERS_AT_ONCE]
+    groups = sorted(together.values(), key=lambda group: -sum(holding.bytes for holding in group))
+    for group in groups[:1]:
+        yield from group
+    ahead = sorted((holding for group in groups[1:] for holding in group), key=lambda holding: -holding.bytes)
+    yield from ahead[: GATHERS_AT_ONCE - 1]
+
+
+def _regions(program: Program) -> dict[_Copy, int]:
+    """The copies of values that one checkpointed region uses and no other step, with its number."""
+    users: dict[_Copy, set[int]] = {}
+    again = _sharing(program.graph).reruns
+    for step in program.steps:
+        for copy in zip(step.node.operands, step.rule.needs, strict=True):
+            users.setdefault(copy, set()).add(step.node.context.recompute if step.node.name in again else 0)
+    return {copy: min(numbers) for copy, numbers in users.items() if len(numbers) == 1 and numbers != {0}}
 
 
 def _working(program: Program, copies: _Copies, placed: Mapping[str, Placement], even: float) -> tuple[Holding, ...]:
-    """Of the step that works with most."""
+    """Of the step that works with most, together with what its checkpointed region has recomputed."""
     parameters = {leaf.value.name for leaf in program.graph.parameters}
-    views = _sharing(program.graph).views
+    sharing = _sharing(program.graph)
     most = 0.0
-    found: tuple[str, dict[Cut | None, int]] = (program.graph.loss, {})
-    for step in program.steps:
-        if step.node.name in views:
-            continue
-        parts: dict[Cut | None, int] = {}
-        for size, cut in _parts_at_work(step, copies, placed, parameters):
-            parts[cut] = parts.get(cut, 0) + size
-        total = sum(size if cut is None else size * even for cut, size in parts.items())
-        if total > most:
-            most, found = total, (step.node.name, parts)
-    return tuple(Holding(found[0], "working", size, cut) for cut, size in found[1].items())
+    found: tuple[Holding, ...] = ()
+    for unit in program.units():
+        held = copies
+        again: tuple[Holding, ...] = ()
+        if unit[0].node.name in sharing.reruns:
+            held = copies.apart()
+            again = tuple(_saved_by_steps(program, unit, held, "recomputed"))
+        recomputed = sum(holding.bytes if holding.cut is None else holding.bytes * even for holding in again)
+        for step in unit:
+            if step.node.name in sharing.views:
+                continue
+            parts: dict[Cut | None, int] = {}
+            for size, cut in _parts_at_work(step, held, placed, parameters):
+                parts[cut] = parts.get(cut, 0) + size
+            total = recomputed + sum(size if cut is None else size * even for cut, size in parts.items())
+            if total > most:
+                most = total
+                found = (*again, *(Holding(step.node.name, "working", size, cut) for cut, size in parts.items()))
+    return found
 
 
 def _parts_at_work(

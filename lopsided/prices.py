@@ -8,6 +8,9 @@ In: `Costs` and a `Scale`. Out: `SharePrices`.
     store     the slowest kind's update                                               `store`
     memory    + bytes held on each kind × a price per byte, where memory is short
 
+What a checkpointed region computes, converts and gathers forward counts twice, and of its memory what it takes from
+outside, in the placement it is used in.
+
 A sum of maxima is more than a step takes, a full bucket's latency less than a half-full one's, and the hidden part
 is an estimate: prices propose, the timeline disposes.
 """
@@ -21,6 +24,7 @@ from lopsided.graph import Leaf, Node, Value
 from lopsided.memory import Holding, saved_by, stored
 from lopsided.notation import Rule
 from lopsided.placement import Placement
+from lopsided.recompute import retaken
 from lopsided.timeline import BUCKET_BYTES
 
 Saves = dict[tuple[int, Rule], tuple[Holding, ...]]  # what a call keeps under a rule, by the number of its signature
@@ -56,17 +60,15 @@ class SharePrices:
     ) -> None:
         self.costs, self.scale = costs, scale
         self.hidden, self.byte_s, self.regather = hidden, byte_s, regather
+        self._retaken = retaken(costs.graph)
         self._saves = {} if saves is None else saves
         self._conversions: dict[object, float] = {}
         self._fetches: dict[object, float] = {}
 
     def rule(self, node: Node, rule: Rule) -> float:
         cost = self.costs.op(node, rule)
-        fractions = self.scale.fractions(cost.cut)
-        computing = max(
-            there.at(f) + back.at(f) for there, back, f in zip(cost.forward, cost.backward, fractions, strict=True)
-        )
-        talking = sum(self._seconds(transfer) for transfer in (*cost.talks, *cost.back_talks))
+        computing = max(cost.seconds(self.scale.fractions(cost.cut)))
+        talking = sum(self._seconds(transfer) for transfer in cost.sent)
         return computing + talking + (self._held(self._saved(node, rule)) if self.byte_s else 0.0)
 
     def _saved(self, node: Node, rule: Rule) -> tuple[Holding, ...]:
@@ -76,10 +78,12 @@ class SharePrices:
         return self._saves[key]
 
     def convert(self, value: Value, source: Placement, to: Placement) -> float:
-        key = (value.shape, value.dtype, value.grad, source, to)
+        again = value.name in self._retaken
+        key = (value.shape, value.dtype, value.grad, again, source, to)
         seconds = self._conversions.get(key)
         if seconds is None:
-            sent = conversion(value, source, to)
+            there, back = conversion(value, source, to)
+            sent = (there, there if again else None, back)
             seconds = self._conversions[key] = sum(self._seconds(t) for t in sent if t is not None)
         return seconds
 
@@ -91,22 +95,23 @@ class SharePrices:
 
     def fetch(self, leaf: Leaf, stored: Placement, to: Placement) -> float:
         value = leaf.value
-        key = (value.shape, value.dtype, value.grad, stored, to)
+        recomputed = value.name in self._retaken
+        key = (value.shape, value.dtype, value.grad, recomputed, stored, to)
         seconds = self._fetches.get(key)
         if seconds is None:
-            seconds = self._fetches[key] = self._fetch(value, stored, to)
+            seconds = self._fetches[key] = self._fetch(value, stored, to, recomputed)
         return seconds
 
-    def _fetch(self, value: Value, stored: Placement, to: Placement) -> float:
+    def _fetch(self, value: Value, stored: Placement, to: Placement, recomputed: bool) -> float:
         there, back = conversion(value, stored, to)
         seconds = 0.0
         if there is not None:
-            again = self.regather and there.collective == "all_gather" and value.grad
+            again = there.collective == "all_gather" and (recomputed or (self.regather and value.grad))
             seconds += self._bucketed(there) * (2 if again else 1) * (1 - self.hidden.ahead)
         if back is not None:
             seconds += self._bucketed(back) * (1 - self.hidden.after)
         # A term of a sum is as large as the whole, and only what was gathered can be gathered again.
-        if self.byte_s and stored.is_shard and (to.kind == "P" or (to.is_whole and not self.regather)):
+        if self.byte_s and stored.is_shard and (to.kind == "P" or (to.is_whole and not (self.regather or recomputed))):
             seconds += self._held((Holding(value.name, "gathered", value.bytes, None),))
         return seconds
 

@@ -21,6 +21,8 @@ from typing import Any
 
 from lopsided.errors import RankError
 
+_GRACE_S = 20.0
+"""How long the others have to answer when one has failed: enough to say what they make of it."""
 _PRELOAD = ["torch", "torch.distributed", "lopsided"]
 
 
@@ -90,18 +92,20 @@ class Crew:
         until = time.monotonic() + self.timeout_s
         while len(found) < self.size:
             left = until - time.monotonic()
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
-            for pipe in wait(list(waiting), timeout=max(left, 0)):
-                rank = waiting[pipe]  # type: ignore[index]
+            waiting = [rank for rank in range(self.size) if rank not in found]
+            ready = wait([self._pipes[rank] for rank in waiting], timeout=max(left, 0))
+            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
                 try:
-                    found[rank] = pipe.recv()  # type: ignore[union-attr]
+                    found[rank] = self._pipes[rank].recv()
                 except (EOFError, OSError):
                     self._workers[rank].join(5)
                     code = self._workers[rank].exitcode
                     found[rank] = (False, f"the process ended with exit code {code}")
+            if any(not fine for fine, _ in found.values()):
+                until = min(until, time.monotonic() + _GRACE_S)
             if left <= 0:
-                for rank in waiting.values():
-                    found[rank] = (False, f"no answer within {self.timeout_s:g} s")
+                for rank in waiting:
+                    found.setdefault(rank, (False, "no answer in time"))
         return [found[rank] for rank in range(self.size)]
 
     def kill(self, rank: int) -> None:

@@ -8,6 +8,9 @@ first of them in the forward pass is the last in the backward pass, and right af
 complete and is converted back. So the transpose of a conversion stands where going backward passes the step that made
 it.
 
+The steps of a checkpointed region are a unit (`Program.units`), which runs forward again before its backward pass
+(`lopsided.recompute`): it computes, converts and gathers all it did the first time.
+
 What goes between parameters and their copies hides: gathering may start ahead of its place, and gradients are only
 waited for by the optimizer. What converts activations blocks.
 """
@@ -22,6 +25,7 @@ from lopsided.cost import FREE, Affine, Costs, Cut, Transfer, conversion, cut_of
 from lopsided.graph import Leaf
 from lopsided.placement import Placement
 from lopsided.program import Chain, Program, Step
+from lopsided.recompute import reruns
 
 __all__ = ["GATHERS_AT_ONCE", "Compute", "Cut", "Item", "Schedule", "Transfer", "lay_out", "regathered"]
 
@@ -67,26 +71,31 @@ def lay_out(program: Program, costs: Costs, *, regather: bool = False) -> Schedu
     once more for the backward pass where it needs them.
     """
     parameters = {leaf.value.name for leaf in program.graph.parameters}
-    again = regathered(program) if regather else {}
     made: set[_Copy] = set(program.leaves)
     forward: list[Item] = []
+    rerun: dict[str, list[Item]] = {}  # of each node in a checkpointed region: what it does once more
     undo: list[list[Transfer]] = []  # of each step: transposes of the conversions it made, in the order to run them
 
     for step in program.steps:
+        taken: list[Transfer] = []
         back: list[Transfer] = []
         for name, chain in zip(step.node.operands, step.chains, strict=True):
             for there, and_back in _conversions(program, name, chain, made):
                 is_parameter = name in parameters
                 if there is not None:
-                    forward.append(replace(there, hides=True, ahead=True) if is_parameter else there)
+                    taken.append(replace(there, hides=True, ahead=True) if is_parameter else there)
                 if and_back is not None:
                     back.append(replace(and_back, hides=True) if is_parameter else and_back)
         made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
         undo.append(back[::-1])
         cost = costs.op(step.node, step.rule)
+        computed: list[Item] = []
         if not _is_free(cost.forward):
-            forward.append(Compute(step.node.name, False, cost.forward, cost.cut))
-        forward += [_named(talk, step) for talk in cost.talks]
+            computed.append(Compute(step.node.name, False, cost.forward, cost.cut))
+        computed += [_named(talk, step) for talk in cost.talks]
+        forward += [*taken, *computed]
+        if step.node.name in costs.reruns:
+            rerun[step.node.name] = [*(transfer for transfer in taken if not transfer.ahead), *computed]
 
     ends: list[Transfer] = []
     updates = zip((name for _, name in program.graph.updates), program.updates, strict=True)
@@ -95,14 +104,18 @@ def lay_out(program: Program, costs: Costs, *, regather: bool = False) -> Schedu
             forward += [there] if there is not None else []
             ends += [and_back] if and_back is not None else []
 
+    gathered = regathered(program, regather=regather)
     backward: list[Item] = [*ends[::-1]]
-    for step, back in zip(reversed(program.steps), reversed(undo), strict=True):
-        cost = costs.op(step.node, step.rule)
-        backward += again.get(step.node.name, ())
-        backward += [_named(talk, step) for talk in cost.back_talks]
-        if not _is_free(cost.backward):
-            backward.append(Compute(step.node.name, True, cost.backward, cost.cut))
-        backward += back
+    for unit in reversed(program.units()):
+        for step in unit if unit[0].node.name in rerun else ():
+            backward += [*gathered.pop(step.node.name, ()), *rerun[step.node.name]]
+        for step in reversed(unit):
+            cost = costs.op(step.node, step.rule)
+            backward += gathered.get(step.node.name, ())
+            backward += [_named(talk, step) for talk in cost.back_talks]
+            if not _is_free(cost.backward):
+                backward.append(Compute(step.node.name, True, cost.backward, cost.cut))
+            backward += undo.pop()
     return Schedule(tuple(forward), tuple(backward), tuple(_optimizer(program, costs)))
 
 
@@ -132,10 +145,11 @@ def _optimizer(program: Program, costs: Costs) -> Iterator[Compute]:
             yield Compute(name, True, seconds, cut_of(placement, leaves[name].value.shape))
 
 
-def regathered(program: Program) -> dict[str, tuple[Transfer, ...]]:
+def regathered(program: Program, *, regather: bool = True) -> dict[str, tuple[Transfer, ...]]:
     """For each node, what is gathered again before its backward pass: copies it keeps of parameters stored cut.
 
-    Once for each copy, before the first backward use, which is the last forward use.
+    Once for each copy, before the first backward use, which is the last forward use. The nodes of a checkpointed region
+    gather again what they gathered, before they run again; without `regather` only they do.
     """
     parameters = {leaf.value.name for leaf in program.graph.parameters}
     gathered: dict[_Copy, Transfer] = {}
@@ -144,10 +158,25 @@ def regathered(program: Program) -> dict[str, tuple[Transfer, ...]]:
         if there is not None and there.collective == "all_gather" and value.name in parameters:
             gathered[value.name, to] = replace(there, hides=True, ahead=True)
     found: dict[str, list[Transfer]] = {}
-    for step in reversed(program.steps):
-        if not any(value.grad for value in step.node.results):
-            continue
-        for name, need in zip(step.node.operands, step.rule.needs, strict=True):
-            if name in step.node.saved.values and (name, need) in gathered:
-                found.setdefault(step.node.name, []).append(gathered.pop((name, need)))
+    again = reruns(program.graph)
+    for unit in reversed(program.units()):
+        if unit[0].node.name in again:
+            wanted = [(step.node.name, copy) for step in unit for copy in _made(step)]
+        else:
+            wanted = [(step.node.name, copy) for step in reversed(unit) if regather for copy in _kept(step)]
+        for node, copy in wanted:
+            if copy in gathered:
+                found.setdefault(node, []).append(gathered.pop(copy))
     return {node: tuple(transfers) for node, transfers in found.items()}
+
+
+def _made(step: Step) -> Iterator[_Copy]:
+    for name, chain in zip(step.node.operands, step.chains, strict=True):
+        yield from ((name, to) for to in chain[1:])
+
+
+def _kept(step: Step) -> Iterator[_Copy]:
+    if any(value.grad for value in step.node.results):
+        for copy in zip(step.node.operands, step.rule.needs, strict=True):
+            if copy[0] in step.node.saved.values:
+                yield copy

@@ -25,6 +25,7 @@ from lopsided.graph import Leaf, Node, Value, signature
 from lopsided.notation import Rule
 from lopsided.placement import I, Placement
 from lopsided.program import Chain, Program, Step
+from lopsided.recompute import reruns, retaken
 from lopsided.rules import RuleBook
 from lopsided.search.copies import (
     Needs,
@@ -107,6 +108,8 @@ class _Builder:
         conversions: Tables,
     ) -> None:
         self.book, self.graph, self.prices = book, book.graph, prices
+        self.reruns = reruns(self.graph)
+        self.retaken = retaken(self.graph)
         self.stores, self.allowed = stores, allowed
         self.free = free_values(book, prices, allowed)
         self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
@@ -129,8 +132,8 @@ class _Builder:
         rules: dict[str, tuple[int, tuple[Rule, ...]]] = {}
         copies: dict[str, tuple[int, tuple[Needs, ...]]] = {}
         for node in nodes:
-            self.numbers.setdefault(key := signature(node, graph.values), len(self.numbers))
-            self.signatures[node.name] = self.numbers[key]
+            key = (signature(node, graph.values), self.reruns.get(node.name))
+            self.signatures[node.name] = self.numbers.setdefault(key, len(self.numbers))
         menus = {node.name: self._menu(node) for node in nodes}
         for leaf in graph.parameters:
             self.kept_stores[leaf.value.name] = self.stores(leaf)
@@ -260,7 +263,8 @@ class _Builder:
 
     def _value_key(self, value: Value) -> object:
         leaf = self.leaves.get(value.name)
-        return (value.shape, value.dtype, value.grad, self.kept_stores.get(value.name) if leaf else None)
+        again = value.name in self.retaken
+        return (value.shape, value.dtype, value.grad, again, self.kept_stores.get(value.name) if leaf else None)
 
     def _sets_of_copies(self, value: Value, options: Sequence[tuple[Needs, ...]]) -> tuple[Needs, ...]:
         """Every union of one choice per consumer, closed; consumers with equal choices are worth at most one each."""

@@ -1,0 +1,1 @@
+"""The runtime: a plan becomes a training run on `torch.distributed`, one process a device."""

@@ -1,0 +1,461 @@
+"""Each process loads its own share of every batch.
+
+In: a loader of global batches, as one device would use it, and the parallel model. Out: `ShardedLoader`, which hands
+this process its rows, epoch after epoch, and can go on in the middle of one.
+
+The order of samples is a function of a seed that rank 0 draws once, and of the epoch: every process walks through the
+same global indices and loads only the rows that are its own. So a position is a number of global batches, and means the
+same in another world and under another plan.
+
+- A `DataLoader` over a map-style dataset: rows of others are not loaded. Random samplers of torch draw from a
+  generator made of the seed; samplers of your own are iterated as they are, with the default generators of torch,
+  Python and numpy seeded alike on every process while they draw.
+- Anything else (a list of batches, a generator, an `IterableDataset`): every process iterates, and so loads,
+  everything, and keeps its rows. It must give every process the same batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lopsided.errors import BatchError
+from lopsided.graph import Leaf
+from lopsided.placement import Placement, Shares, pieces_of, start_of
+from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.world import World
+
+_END = object()
+
+
+def shard(loader: Iterable[Any], pm: Parallel) -> ShardedLoader:
+    """The batches of `loader`, of which this process gets what it needs. `loader` makes global batches."""
+    return ShardedLoader(loader, pm)
+
+
+class ShardedLoader:
+    """Iterable once per epoch, like a `DataLoader`. Left in the middle, the next iteration begins the next epoch.
+
+    A process without rows loads nothing: it gets batches of zero rows, built like the one given to `parallelize`.
+    Random augmentations differ from process to process, as rows do; where all load the same rows they are the same.
+    """
+
+    def __init__(self, loader: Iterable[Any], pm: Parallel) -> None:
+        self._rows = _rows_of(pm)
+        self._source: _Indexed | _Streamed
+        if isinstance(loader, DataLoader):
+            self._rows = _check_loader(loader, self._rows)
+        if isinstance(loader, DataLoader) and loader.batch_sampler is not None and _by_index(loader):
+            self._source = _Indexed(loader, self._rows, pm)
+        else:
+            self._source = _Streamed(loader, self._rows, tells=pm.world.rank == 0)
+        self.epoch = 0
+        self.batches = 0  # handed out in this epoch
+        self.seed = _agreed(_drawn_seed(loader), self._source.count(), pm.world)
+        self._goes_on = False
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._goes_on and self.batches:
+            self.epoch, self.batches = self.epoch + 1, 0
+        self._goes_on = False
+        for batch in self._source.open(_mixed(self.seed, self.epoch), skip=self.batches):
+            self.batches += 1
+            yield batch
+        self.epoch, self.batches = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is, the same on every process."""
+        return {"epoch": self.epoch, "batches": self.batches, "seed": self.seed, "rows": self._rows.batch}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """The next iteration goes on behind the last batch that was handed out."""
+        if missing := [name for name in ("epoch", "batches", "seed") if name not in state]:
+            raise BatchError(
+                f"the loader's state has no {', '.join(missing)}",
+                where=f"a state with {', '.join(map(str, state)) or 'nothing'}",
+                do="give what state_dict() of a sharded loader returned",
+            )
+        before, now, batches = int(state.get("rows", 0)), self._rows.batch, int(state["batches"])
+        if before and now and before != now:
+            if batches * before % now:
+                raise BatchError(
+                    f"{batches} batches of {before} rows were handed out, which is no whole number of batches of {now}",
+                    where=f"epoch {state['epoch']} of the saved run",
+                    do=f"plan with a batch of {before} again, or resume from the end of an epoch",
+                )
+            batches = batches * before // now
+        self.epoch, self.batches, self.seed = int(state["epoch"]), batches, int(state["seed"])
+        self._goes_on = True
+
+
+# Which rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows a process needs of a batch: `start` to `stop`, or all where some tensor is not cut in rows."""
+
+    batch: int  # rows of a global batch; 0 where tensors do not have the same number
+    start: int
+    stop: int
+    all: bool
+    planned: tuple[int, ...]  # the first dims of the batch's tensors
+
+    @property
+    def none(self) -> bool:
+        return not self.all and self.start == self.stop
+
+
+def _rows_of(pm: Parallel) -> _Rows:
+    shapes = [leaf.value.shape for leaf, _ in pm.inputs.values()]
+    planned = tuple(sorted({shape[0] for shape in shapes if shape}))
+    batch = planned[0] if len(planned) == 1 else 0
+    place = pm.world.place
+    if place < 0:
+        return _Rows(batch, 0, 0, False, planned)
+    # What a collate function makes of some rows is only known to be right where it is rows itself. Anything else, a
+    # mask or a count, may depend on all of them.
+    cuts = {_rows_per_process(leaf, at, pm.shares) for leaf, at in pm.inputs.values()}
+    pieces = cuts.pop() if len(cuts) == 1 and batch else None
+    if pieces is None:
+        return _Rows(batch, 0, batch, True, planned)
+    start = start_of(pieces, place)
+    return _Rows(batch, start, start + pieces[place], False, planned)
+
+
+def _rows_per_process(leaf: Leaf, at: Placement, shares: Shares) -> tuple[int, ...] | None:
+    """How many rows each process has of a tensor; None where it is not cut in rows."""
+    if not at.is_shard or at.dim != 0 or at.outer != 1:
+        return None
+    return tuple(count * at.unit for count in pieces_of(at, leaf.value.shape, shares))
+
+
+def _by_index(loader: DataLoader[Any]) -> bool:
+    return not isinstance(loader.dataset, IterableDataset)
+
+
+def _check_loader(loader: DataLoader[Any], rows: _Rows) -> _Rows:
+    """The rows, with the size of a batch settled; or a refusal of a loader that is not what was planned."""
+    if any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
+        raise BatchError(
+            "the loader has a DistributedSampler, which gives every process other samples",
+            where="DataLoader(sampler=DistributedSampler(...))",
+            do="leave it out and write shuffle=True: shard() hands every process its rows of the same global batch",
+        )
+    made_in_order = getattr(loader, "in_order", True) or not loader.num_workers
+    if not made_in_order and not _by_index(loader):
+        raise BatchError(
+            "the loader hands out batches in any order, so processes would work on different ones",
+            where="DataLoader(in_order=False)",
+            do="leave in_order=False out",
+        )
+    sampler = loader.batch_sampler
+    given = sampler.batch_size if type(sampler) is BatchSampler else loader.batch_size
+    if given is None or not rows.planned:
+        return rows
+    if given not in rows.planned:
+        expected = " or ".join(map(str, rows.planned))
+        raise BatchError(
+            f"the loader makes batches of {given} samples, planned were batches of {expected}",
+            where=f"DataLoader(batch_size={given})",
+            do=f"pass batch_size={rows.planned[0]}: the batch of all devices together, of which each loads its share; "
+            f"or plan again with a batch of {given}. A collate_fn that makes fewer rows than samples: "
+            "shard((batch for batch in loader), pm), where every process loads everything",
+        )
+    return _Rows(given, rows.start, rows.stop, rows.all, rows.planned)
+
+
+def _samplers(loader: DataLoader[Any]) -> Iterator[object]:
+    """The samplers of a loader, from the outermost inwards."""
+    seen: list[object] = []
+    for found in (loader.batch_sampler, loader.sampler):
+        while found is not None and not any(found is one for one in seen):
+            seen.append(found)
+            yield found
+            found = getattr(found, "sampler", None)
+
+
+# Randomness
+
+
+def _mixed(*what: object) -> int:
+    """A seed made of what is given."""
+    return int.from_bytes(hashlib.sha256(" ".join(map(str, what)).encode()).digest()[:7], "big")
+
+
+def _drawn_seed(loader: Iterable[Any]) -> int:
+    """A seed from where the loader would draw its own, so that a seeded script stays one."""
+    generator = loader.generator if isinstance(loader, DataLoader) else None
+    if generator is None and isinstance(loader, DataLoader):
+        generator = next((g for s in _samplers(loader) if (g := getattr(s, "generator", None)) is not None), None)
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def _agreed(seed: int, count: int, world: World) -> int:
+    """Rank 0's seed, if all have the same number of batches: a process with fewer would leave the others waiting."""
+    if world.size == 1 or not dist.is_available() or not dist.is_initialized():
+        return seed
+    told = torch.tensor([seed, count], dtype=torch.int64, device=world.device)
+    dist.broadcast(told, 0)
+    seed, expected = (int(number) for number in told.tolist())
+    if count != expected:
+        raise BatchError(
+            f"rank {world.rank} has {count} batches in an epoch and rank 0 has {expected}",
+            where="shard(loader, pm)",
+            do="give every process a loader over the same whole dataset",
+        )
+    return seed
+
+
+class _Dice:
+    """Random numbers of its own: inside, the default generators go on where they stopped when it was left."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._inside: tuple[Any, ...] | None = None
+        self._outside: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._outside = self._states()
+        if self._inside is None:
+            # Only the CPU's: torch.manual_seed would seed every GPU too.
+            torch.default_generator.manual_seed(self._seed)
+            random.seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+        else:
+            self._restore(self._inside)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside = self._states()
+        self._restore(self._outside)
+
+    @staticmethod
+    def _states() -> tuple[Any, ...]:
+        return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+
+    @staticmethod
+    def _restore(states: tuple[Any, ...]) -> None:
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+def _iterated(opened: Callable[[], Iterator[Any]], dice: _Dice) -> Iterator[Any]:
+    """What an iterator gives, which draws from these dice while it is asked and not in between."""
+    with dice:
+        iterator = opened()
+    while True:
+        with dice:
+            found = next(iterator, _END)
+        if found is _END:
+            return
+        yield found
+
+
+def _seed_samplers(loader: DataLoader[Any], seed: int) -> None:
+    for sampler in _samplers(loader):
+        if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+            sampler.generator = torch.Generator().manual_seed(seed)
+
+
+# A dataset that can be asked for any sample
+
+
+class _Indices:
+    """A batch sampler that gives what it is set to. A loader with workers that stay asks it once an epoch."""
+
+    def __init__(self) -> None:
+        self.batches: Iterator[Sequence[Any]] = iter(())
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        return self.batches
+
+
+class _Indexed:
+    """A loader of its own for the rows of this process."""
+
+    def __init__(self, loader: DataLoader[Any], rows: _Rows, pm: Parallel) -> None:
+        self._loader, self._rows, self._pm = loader, rows, pm
+        sampler = loader.batch_sampler
+        self._sampler: Iterable[Sequence[Any]] = sampler  # type: ignore[assignment]
+        self._tells = pm.world.rank == 0
+        if type(sampler) is BatchSampler:
+            self._sampler = BatchSampler(sampler.sampler, sampler.batch_size, drop_last=True)
+            if not sampler.drop_last:
+                self._tell_of_the_rest(sampler)
+        self._indices = _Indices()
+        self._own = None if rows.none else self._loader_of_own()
+        self._nothing = [
+            torch.zeros((0, *value.shape[1:]) if value.shape else (), dtype=value.torch_dtype)
+            for value in (leaf.value for leaf, _ in pm.inputs.values())
+        ]
+
+    def _tell_of_the_rest(self, sampler: BatchSampler) -> None:
+        try:
+            total = len(sampler.sampler)  # type: ignore[arg-type]
+        except TypeError:
+            return
+        if (left := total % sampler.batch_size) and self._tells:
+            warnings.warn(
+                f"{left} of {total} samples are left out of every epoch: the last batch would have {left} rows, and "
+                f"the plan is for {sampler.batch_size}. To leave them out without this warning, pass drop_last=True "
+                "to the DataLoader",
+                stacklevel=5,
+            )
+
+    def _loader_of_own(self) -> DataLoader[Any]:
+        loader = self._loader
+        # Batches come in order (no in_order=False), or processes would work on different ones. Without a generator,
+        # workers are seeded by the dice that are rolled when the loader is opened.
+        return DataLoader(
+            loader.dataset,
+            batch_sampler=self._indices,  # type: ignore[arg-type]
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            pin_memory_device=loader.pin_memory_device,
+        )
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+    def count(self) -> int:
+        return _length(self._sampler)
+
+    def open(self, seed: int, skip: int) -> Iterator[Any]:
+        """The batches of an epoch from number `skip` on."""
+        wanted = itertools.islice(self._global_batches(seed), skip, None)
+        own, rows = self._own, self._rows
+        if own is None:
+            return (self._pm.rebuild_batch(list(self._nothing)) for _ in wanted)
+        self._indices.batches = (
+            indices if rows.all else list(itertools.islice(indices, rows.start, rows.stop)) for indices in wanted
+        )
+        # Rows that several processes load must be the same for all; rows of one are augmented on their own.
+        return _iterated(lambda: iter(own), _Dice(_mixed(seed, skip, "all" if rows.all else rows.start)))
+
+    def _global_batches(self, seed: int) -> Iterator[Sequence[Any]]:
+        _seed_samplers(self._loader, seed)
+        for indices in _iterated(lambda: iter(self._sampler), _Dice(_mixed(seed, "order"))):
+            if self._rows.batch and len(indices) != self._rows.batch:
+                if len(indices) > self._rows.batch:
+                    raise BatchError(
+                        f"the batch sampler gives {len(indices)} samples, planned were {self._rows.batch}",
+                        where=type(self._sampler).__name__,
+                        do="make its batches as large as the planned one, or plan again with a batch of its size",
+                    )
+                self._tells = _tell_of_a_short_batch(len(indices), self._rows.batch, self._tells)
+                continue
+            yield indices
+
+
+def _length(of: object) -> int:
+    """How many batches there are, or -1 where nobody knows."""
+    try:
+        return len(of)  # type: ignore[arg-type]
+    except TypeError:
+        return -1
+
+
+def _tell_of_a_short_batch(got: int, planned: int, tells: bool) -> bool:
+    if tells:
+        warnings.warn(
+            f"a batch of {got} rows is left out, and all others that are smaller than the planned {planned}",
+            stacklevel=3,
+        )
+    return False
+
+
+# Anything else that gives batches
+
+
+class _Streamed:
+    """Every process goes through all batches and keeps its rows of each."""
+
+    def __init__(self, loader: Iterable[Any], rows: _Rows, *, tells: bool) -> None:
+        self._loader, self._rows, self._tells = loader, rows, tells
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def count(self) -> int:
+        return _length(self._loader)
+
+    def open(self, seed: int, skip: int) -> Iterator[Any]:
+        return itertools.islice(self._whole_batches(seed), skip, None) if self._rows.all else self._cut(seed, skip)
+
+    def _cut(self, seed: int, skip: int) -> Iterator[Any]:
+        for batch in itertools.islice(self._whole_batches(seed), skip, None):
+            yield _with_rows(batch, self._rows)
+
+    def _whole_batches(self, seed: int) -> Iterator[Any]:
+        if isinstance(self._loader, DataLoader):
+            _seed_samplers(self._loader, seed)
+        for batch in _iterated(lambda: iter(self._loader), _Dice(_mixed(seed, "all"))):
+            lengths = set(_lengths(batch)) if self._rows.batch else set()
+            # What is too long, or not all of one length, is for the model to refuse: it knows the names.
+            if len(lengths) == 1 and (length := lengths.pop()) < self._rows.batch:
+                self._tells = _tell_of_a_short_batch(length, self._rows.batch, self._tells)
+                continue
+            yield batch
+
+
+def _lengths(batch: object) -> Iterator[int]:
+    """The first dims of the tensors in a batch."""
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            yield batch.shape[0]
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from _lengths(part)
+    elif isinstance(batch, tuple | list):
+        for part in batch:
+            yield from _lengths(part)
+
+
+def _with_rows(batch: Any, rows: _Rows) -> Any:
+    """The batch with these rows of its tensors. What it does not know stays: the model cuts what comes whole."""
+    if isinstance(batch, Tensor):
+        is_rows = batch.dim() and batch.shape[0] == rows.batch
+        return batch.narrow(0, rows.start, rows.stop - rows.start) if is_rows else batch
+    if isinstance(batch, MutableMapping):
+        cut = copy.copy(batch)
+        for name, part in batch.items():
+            cut[name] = _with_rows(part, rows)
+        return cut
+    if isinstance(batch, tuple | list):
+        parts = [_with_rows(part, rows) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

@@ -1,0 +1,154 @@
+"""Gradients that are sums over devices: put in buckets and sent while the backward pass is still running.
+
+In: the gradients of whole copies of parameters, as autograd finishes them. Out: `param.grad`, complete when
+`backward()` returns.
+
+A parameter stored whole and used whole (`I→R`) has its gradient all-reduced; one stored cut and gathered (`S→R`) has it
+reduce-scattered. Autograd runs the functions of a graph in exactly the reverse order of their making, so gradients
+arrive in the same order on every device, and buckets can be filled as they come: all devices fill the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lopsided.runtime.exchange import Exchange, Layout
+from lopsided.runtime.wire import Handle
+from lopsided.timeline import BUCKET_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """One parameter whose copy's gradient is a sum; `layout` is how it is stored, None for whole."""
+
+    name: str
+    parameter: nn.Parameter
+    layout: Layout | None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    entries: list[tuple[Synced, Tensor]] = field(default_factory=list)
+    size: int = 0
+
+
+class Gradients:
+    """Collects, sends and hands out the gradients of one model on one device."""
+
+    def __init__(self, exchange: Exchange, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.exchange, self.bucket_bytes = exchange, bucket_bytes
+        self.syncing = True
+        self.waited_s = 0.0
+        self.on_finish: Callable[[], None] = lambda: None
+        self._filling: dict[tuple[bool, torch.dtype], _Bucket] = {}
+        self._sent: list[tuple[Handle, list[Synced]]] = []
+        self._kept: dict[Synced, Tensor] = {}  # local sums of passes that were not synchronised
+        self._begun = False
+
+    @property
+    def has_kept(self) -> bool:
+        """Some backward pass was not synchronised, and no later one was."""
+        return bool(self._kept)
+
+    def reset(self) -> None:
+        """Forget a backward pass that was broken off."""
+        self._filling, self._sent, self._begun = {}, [], False
+
+    def begin(self) -> None:
+        """A backward pass has started; `finish` is called when it ends."""
+        if not self._begun:
+            self._begun = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def add(self, synced: Synced, gradient: Tensor) -> None:
+        if not self.syncing:
+            before = self._kept.get(synced)
+            # The tensor may belong to others too: the first is copied.
+            self._kept[synced] = gradient.clone() if before is None else before.add_(gradient)
+            return
+        before = self._kept.pop(synced, None)
+        self._put(synced, gradient if before is None else before.add_(gradient))
+
+    def _put(self, synced: Synced, gradient: Tensor) -> None:
+        key = (synced.layout is None, gradient.dtype)
+        bucket = self._filling.setdefault(key, _Bucket())
+        bucket.entries.append((synced, gradient))
+        bucket.size += gradient.nbytes
+        if bucket.size >= self.bucket_bytes:
+            self._send(self._filling.pop(key))
+
+    def _send(self, bucket: _Bucket) -> None:
+        named = [synced for synced, _ in bucket.entries]
+        tensors = [gradient for _, gradient in bucket.entries]
+        more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        what = f"gradient of {named[0].name}{more}"
+        layouts = [synced.layout for synced in named if synced.layout is not None]
+        if layouts:
+            handle = self.exchange.start_scatter(tensors, layouts, what)
+        else:
+            # A copy in any case: what autograd hands over may be shared with others.
+            flat = torch.cat([gradient.reshape(-1) for gradient in tensors])
+            handle = self.exchange.wire.all_reduce(flat, what=what)
+        self._sent.append((handle, named))
+
+    def finish(self) -> None:
+        """Send what is left, wait for everything, and hand out."""
+        self._begun = False
+        if self.syncing:
+            for synced in list(self._kept):
+                self._put(synced, self._kept.pop(synced))
+        for bucket in self._filling.values():
+            self._send(bucket)
+        self._filling = {}
+        sent, self._sent = self._sent, []
+        for handle, named in sent:
+            flat = handle.wait()
+            sizes = [synced.parameter.numel() for synced in named]
+            for synced, run in zip(named, flat.split(sizes), strict=True):
+                accumulate(synced.parameter, run.view(synced.parameter.shape))
+        self.on_finish()
+
+
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+class CopyOfWhole(torch.autograd.Function):
+    """A parameter stored whole, used with a partial gradient: `I→R`."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Gradients, synced: Synced, parameter: Tensor) -> Tensor:
+        ctx.about = (gradients, synced)
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradients, synced = ctx.about
+        gradients.add(synced, gradient)
+        return None, None, None
+
+
+class CopyOfPieces(torch.autograd.Function):
+    """A parameter stored cut and gathered: `S→R`, or `S→I` whose gradient needs no sum."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Gradients, synced: Synced, is_sum: bool, parameter: Tensor, whole: Tensor) -> Any:
+        ctx.about = (gradients, synced, is_sum)
+        return whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradients, synced, is_sum = ctx.about
+        if is_sum:
+            gradients.add(synced, gradient)
+            return None, None, None, None, None
+        piece = synced.layout.piece(gradient, gradients.exchange.rank)
+        return None, None, None, piece.contiguous(), None

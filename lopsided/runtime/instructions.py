@@ -1,0 +1,261 @@
+"""What a device does in a pass, one instruction after the other, over numbered slots.
+
+In: tensors in slots. Out: tensors in slots. `steps` makes instructions from a program.
+
+    Convert    a conversion of an activation, by collective
+    Whole      a parameter stored whole, used with a partial gradient: nothing now, a bucket in the backward pass
+    Gather     a parameter stored cut: gathered ahead, freed after use
+    Compute    one op by one rule
+    Region     instructions that are run again in the backward pass in place of keeping what they made
+
+A slot holds what a device has of one value in one placement, and is emptied after its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lopsided.call import surroundings
+from lopsided.graph import Context, Node
+from lopsided.placement import Placement
+from lopsided.runtime.exchange import Exchange, Shape
+from lopsided.runtime.gathering import Before, Gatherer, Regathered, Wanted
+from lopsided.runtime.gradients import CopyOfPieces, CopyOfWhole, Gradients, Synced
+from lopsided.runtime.op import AnyRandomness, RunOp, connected
+from lopsided.runtime.randomness import Randomness
+
+Slots = list[Any]  # Tensor or None
+_NOTHING_AROUND: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one forward pass keeps beside its slots."""
+
+    gatherer: Gatherer
+    regathered: Regathered | None
+
+
+@dataclass(slots=True)
+class Instruction:
+    """Something to do. `free` are slots that nobody needs afterwards."""
+
+    free: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def run(self, slots: Slots, this: Pass) -> None:
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class Convert(Instruction):
+    exchange: Exchange
+    source: int
+    to: int
+    way: tuple[Placement, Placement]
+    shape: Shape
+    what: str
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.source,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.to,)
+
+    def run(self, slots: Slots, this: Pass) -> None:
+        slots[self.to] = self.exchange.convert(slots[self.source], *self.way, self.shape, self.what)
+
+
+@dataclass(slots=True)
+class Whole(Instruction):
+    gradients: Gradients
+    synced: Synced
+    source: int
+    to: int
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.source,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.to,)
+
+    def run(self, slots: Slots, this: Pass) -> None:
+        stored = slots[self.source]
+        if stored.requires_grad and torch.is_grad_enabled():
+            slots[self.to] = CopyOfWhole.apply(self.gradients, self.synced, stored)  # type: ignore[no-untyped-call]
+        else:
+            slots[self.to] = stored
+
+
+@dataclass(slots=True)
+class Gather(Instruction):
+    gradients: Gradients
+    synced: Synced
+    wanted: Wanted
+    is_sum: bool
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.wanted.stored,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.wanted.copy,)
+
+    def run(self, slots: Slots, this: Pass) -> None:
+        whole = this.gatherer.take(self.wanted.copy)
+        stored = slots[self.wanted.stored]
+        if stored.requires_grad and torch.is_grad_enabled():
+            whole = CopyOfPieces.apply(self.gradients, self.synced, self.is_sum, stored, whole)  # type: ignore[no-untyped-call]
+        if this.regathered is not None:
+            this.regathered.watch(self.wanted.copy, whole)
+        slots[self.wanted.copy] = whole
+
+
+@dataclass(slots=True)
+class Compute(Instruction):
+    node: Node
+    op: RunOp
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    has_gradient: tuple[bool, ...]
+    context: Context | None  # None: that of the whole program
+    again: tuple[int, ...] = ()  # copies that are gathered again before its backward pass
+    saves_copies: bool = False  # that somebody gathers again
+    gathered: tuple[int, ...] = ()  # of the slots in `free`, those that hold gathered copies
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.operands
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return self.results
+
+    def run(self, slots: Slots, this: Pass) -> None:
+        operands = [slots[k] for k in self.operands]
+        kept = this.regathered if self.saves_copies else None
+        with surroundings(self.context) if self.context is not None else _NOTHING_AROUND:
+            if kept is not None:
+                with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+                    made = self.op(operands)
+            else:
+                made = self.op(operands)
+        differentiable = torch.is_grad_enabled() and (self.context is None or self.context.grad)
+        for slot, has_gradient, result in zip(self.results, self.has_gradient, made, strict=True):
+            if has_gradient and differentiable:
+                if not result.requires_grad:
+                    result = connected(result, operands)
+                if kept is not None and self.again and result.requires_grad:
+                    result = Before.apply(kept, self.again, result)  # type: ignore[no-untyped-call]
+            slots[slot] = result
+        if this.regathered is not None:
+            for slot in self.gathered:
+                this.regathered.unwatch(slots[slot])
+
+
+def run_all(instructions: Sequence[Instruction], slots: Slots, this: Pass) -> None:
+    for instruction in instructions:
+        instruction.run(slots, this)
+        for slot in instruction.free:
+            slots[slot] = None
+
+
+# Recomputation
+
+
+@dataclass(slots=True)
+class Region(Instruction):
+    """Instructions whose results are not kept for the backward pass but made again in it.
+
+    Of its own making and not `torch.utils.checkpoint`: that one starts to recompute when the first saved tensor is
+    asked for, which on a device with an empty piece may be later than on the others, or never.
+    """
+
+    exchange: Exchange
+    random: AnyRandomness
+    context: Context
+    inside: list[Instruction]
+    takes: tuple[int, ...]  # slots from outside, parameters apart
+    stored: tuple[int, ...]  # slots of parameters
+    gives: tuple[int, ...]
+    gathers: list[list[Wanted]]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (*self.takes, *self.stored)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return self.gives
+
+    def run(self, slots: Slots, this: Pass) -> None:
+        if not torch.is_grad_enabled():
+            run_all(self.inside, slots, this)
+            return
+        leaves = {slot: slots[slot] for slot in self.stored}
+        # A tensor with a gradient among the inputs in any case, or parameters alone would not count.
+        always = torch.zeros((), requires_grad=True)
+        made = _Again.apply(self, slots, this, leaves, always, *(slots[slot] for slot in self.takes))  # type: ignore[no-untyped-call]
+        for slot, result in zip(self.gives, made, strict=True):
+            slots[slot] = result
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, region: Region, slots: Slots, this: Pass, leaves: dict[int, Tensor], always: Tensor, *taken: Tensor
+    ) -> Any:
+        state = region.random.state() if isinstance(region.random, Randomness) else None
+        ctx.about = (region, leaves, state, len(slots))
+        ctx.save_for_backward(*taken)
+        inner: Slots = list(slots)
+        run_all(region.inside, inner, this)
+        made = tuple(inner[slot] for slot in region.gives)
+        ctx.mark_non_differentiable(*(t for t in made if not t.dtype.is_floating_point and not t.is_complex()))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        region, leaves, state, count = ctx.about
+        slots: Slots = [None] * count
+        for slot, tensor in leaves.items():
+            slots[slot] = tensor
+        taken = [t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors]
+        for slot, tensor in zip(region.takes, taken, strict=True):
+            slots[slot] = tensor
+        now = region.random.state() if isinstance(region.random, Randomness) else None
+        if now is not None:
+            region.random.set_state(state)
+        stored = {one.stored: slots[one.stored] for bucket in region.gathers for one in bucket}
+        gatherer = Gatherer(region.exchange, region.gathers, stored.__getitem__)
+        with torch.enable_grad(), surroundings(region.context):
+            gatherer.begin()
+            run_all(region.inside, slots, Pass(gatherer, None))
+        if now is not None:
+            region.random.set_state(now)
+        ends = [
+            (slots[slot], gradient)
+            for slot, gradient in zip(region.gives, gradients, strict=True)
+            if slots[slot].requires_grad
+        ]
+        if ends:
+            torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
+        return (None, None, None, None, None, *(t.grad for t in taken))

@@ -1,0 +1,117 @@
+"""Starting a run: the line for torchrun that a plan asks for.
+
+In: the path of a plan, a script with its arguments, and, of a plan over several nodes, which node this machine is.
+Out: the words for `torch.distributed.run`, and the run itself, which takes this process's place: signals reach it, and
+its exit status is the command's.
+
+The plan's own numbers come first in the line and the user's options for torchrun behind them, where they win.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from lopsided.cluster import Cluster
+from lopsided.devices import shown
+from lopsided.errors import InputError
+from lopsided.plan import Plan
+from lopsided.runtime.parallel import PLAN_VARIABLE
+
+MODULE = "torch.distributed.run"
+
+_PORT = 29500
+_ADDRESS = ("--master-addr", "--rdzv-endpoint")
+_MEETING = (*_ADDRESS, "--master-port", "--rdzv-backend", "--rdzv-id", "--rdzv-conf", "--node-rank", "--standalone")
+_NO_FILE = ("-m", "--module", "--no-python")  # the script is not the path of a Python file
+
+
+def torchrun_options() -> dict[str, bool]:
+    """Every option of torchrun, and whether a value follows it."""
+    # Takes a second: only this command needs it.
+    from torch.distributed.run import get_args_parser
+
+    actions = get_args_parser()._actions
+    return {name: action.nargs != 0 for action in actions for name in action.option_strings}
+
+
+def launch_words(
+    plan: Plan, script: str, arguments: Sequence[str], *, node: str = "", master: str = "", options: Sequence[str] = ()
+) -> list[str]:
+    """What follows `torchrun` in the line. `options` are the user's for torchrun."""
+    named = {word.partition("=")[0].replace("_", "-") for word in options if word.startswith("-")}
+    if not named & {*_NO_FILE}:
+        _check_script(script)
+    on = plan.on
+    words: list[str] = []
+    if node or (on.nodes > 1 and "--nproc-per-node" not in named):
+        words += _node_words(on, node, met=bool(master or named & {*_ADDRESS}))
+    else:
+        words += ["--nproc-per-node", str(on.devices)]
+    if master:
+        words += _master_words(master)
+    elif (on.nodes == 1 or not node) and not named & {*_MEETING, "--nnodes"}:
+        # A free port: two runs on one machine do not meet.
+        words.append("--standalone")
+    return [*words, *options, script, *arguments]
+
+
+def start(plan_file: str | Path, words: Sequence[str]) -> NoReturn:
+    """Become the run."""
+    os.environ[PLAN_VARIABLE] = str(Path(plan_file).resolve())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", MODULE, *words])
+
+
+def _check_script(script: str) -> None:
+    path = Path(script)
+    if path.is_file():
+        return
+    what = f"{shown(script)} is a directory" if path.is_dir() else f"there is no script {shown(script)}"
+    do = "name the script that trains, after the plan; options of its own come behind it"
+    raise InputError(what, where=str(path.absolute()), do=do)
+
+
+def _node_words(on: Cluster, node: str, *, met: bool) -> list[str]:
+    names = on.node_names
+    sizes = {name: sum(device.split("/")[0] == name for device in on.device_names) for name in names}
+    listed = ", ".join(f"{name} {sizes[name]}" for name in names[:8]) + (", ..." if len(names) > 8 else "")
+    if not node:
+        raise InputError(
+            f"the plan has {len(names)} nodes, and which one this is was not said",
+            where=f"nodes, and how many devices each has: {listed}",
+            do=f"on each, run it with --node NAME --master HOST:PORT, where HOST is {names[0]}; to try it on one "
+            f"machine, with --nproc-per-node {on.devices}",
+        )
+    if node not in sizes:
+        close = difflib.get_close_matches(node, names, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise InputError(
+            f"no node {shown(node)} takes part in the plan",
+            where="--node",
+            do=f"{hint}those that do, and with how many devices: {listed}",
+        )
+    if len(names) > 1 and not met:
+        raise InputError(
+            "where the nodes meet was not said",
+            where=f"--node {node}",
+            do=f"add --master HOST:PORT, the same on every node; HOST is {names[0]}",
+        )
+    number = names.index(node)
+    return ["--nnodes", str(len(names)), "--node-rank", str(number), "--nproc-per-node", str(sizes[node])]
+
+
+def _master_words(master: str) -> list[str]:
+    host, colon, port = master.rpartition(":")
+    if not colon or master.endswith("]"):  # no port; an IPv6 address has colons of its own, in brackets
+        host, port = master, str(_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise InputError(
+            f"{shown(master)} is not an address", where="--master", do=f"write HOST:PORT, for instance 10.0.0.1:{_PORT}"
+        )
+    return ["--master-addr", host.strip("[]"), "--master-port", port]

@@ -1,0 +1,421 @@
+"""How fast this device is: at the calls of a graph, at several sizes, and at multiplying, moving and launching.
+
+In: a `Graph` and a device. Out: `Speeds` (what the roofline is made of), and for each `Job` (a call cut to some of its
+units) seconds forward and backward, by `run_job`. Which jobs are worth their time is decided by `choose_jobs` from the
+speeds of all devices, so that every process comes to the same list.
+
+Operands are drawn at random, in the layout they have in the graph. Two processes that share a core take turns of some
+milliseconds: a call shorter than that runs undisturbed or stands still, and the median of single calls would show a
+core of one's own. So a sample is the mean over a batch of some ten milliseconds, and medians are over samples.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lopsided.call import call_op, filled, resolve_op, surroundings
+from lopsided.devices import SPEED_DTYPES
+from lopsided.errors import LopsidedError
+from lopsided.graph import DTYPES, Graph, Node, Value, signature
+from lopsided.notation import Rule
+from lopsided.ops import describe
+from lopsided.ops.op import Call, Local
+from lopsided.placement import I, Placement
+from lopsided.rules import call_rules, describe_call
+from lopsided.runtime.randomness import Randomness
+from lopsided.work import Work, call_text, is_product, work_of
+
+Layouts = Mapping[str, tuple[int, ...]]
+"""The dims of a value, the one with the largest stride first."""
+
+_BATCHES = 2
+_CHUNK_S = 1e-3  # of calls between two looks at the clock, where looking means waiting for a GPU
+_ENOUGH = 0.995  # of the estimated seconds of a step is worth measuring
+_SHORTEST_S = 0.06  # a job may take
+_LONGEST_S = 0.4
+_RUNS = 3  # of a long call: one to warm up, one or two to measure
+_REFUSED = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, LopsidedError)
+
+
+# Time
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def samples_of(work: Callable[[], object], device: torch.device, lasting_s: float) -> list[float]:
+    """Seconds of one run, as means over batches that together last about so long. Run it once before."""
+    wait_for(device)
+    chunk, samples, started = 1, list[float](), time.perf_counter()
+    while len(samples) < _BATCHES and (not samples or time.perf_counter() - started < lasting_s):
+        runs, begun, passed = 0, time.perf_counter(), 0.0
+        while not runs or passed < lasting_s / _BATCHES:
+            for _ in range(chunk):
+                work()
+            wait_for(device)
+            runs += chunk
+            passed = time.perf_counter() - begun
+            if device.type == "cuda":
+                chunk = min(max(int(_CHUNK_S * runs / passed), 1), 1000)
+        samples.append(passed / runs)
+    return samples
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, lasting_s: float) -> float:
+    """Seconds of one run, after a first one."""
+    work()
+    return statistics.median(samples_of(work, device, lasting_s))
+
+
+# The roofline
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a device does in a second, whatever the call."""
+
+    flops_per_s: tuple[tuple[str, float], ...]
+    bytes_per_s: float
+    launch_s: float
+
+    def seconds(self, work: Work, fraction: float = 1.0) -> float:
+        """An estimate of forward and backward together."""
+        speeds = dict(self.flops_per_s)
+        flops_per_s = speeds.get(work.dtype, min(speeds.values()))
+        computing = (work.forward_flops + sum(work.gradient_flops)) / flops_per_s
+        moving = (sum(work.forward_bytes) + sum(work.gradient_bytes)) / self.bytes_per_s
+        return max(sum(work.kernels), 1) * self.launch_s + max(computing, moving) * fraction
+
+
+def measure_speeds(dtypes: Iterable[str], device: torch.device, lasting_s: float) -> Speeds:
+    """The speeds of this device, in about so many seconds."""
+    dtypes = tuple(dtypes)
+    each = lasting_s / (len(dtypes) + 2)
+    flops = tuple((dtype, _flops_per_s(DTYPES[dtype], device, each)) for dtype in dtypes)
+    tiny = torch.ones(16, device=device, requires_grad=True)
+    return Speeds(flops, _bytes_per_s(device, each), seconds_of(lambda: tiny + tiny, device, each))
+
+
+def _bytes_per_s(device: torch.device, lasting_s: float) -> float:
+    """Of a sum: two are read, one is written. Larger than caches, and small beside any memory to train in."""
+    big = torch.ones(2**27 if device.type == "cuda" else 2**24, device=device)
+    other, into = torch.ones_like(big), torch.empty_like(big)
+    # In place: what a page costs that is touched for the first time is no matter of bytes.
+    took = seconds_of(lambda: torch.add(big, other, out=into), device, lasting_s)
+    return 3 * big.numel() * big.element_size() / took
+
+
+def _flops_per_s(dtype: torch.dtype, device: torch.device, lasting_s: float) -> float:
+    """Of a product of square matrices, as large as one can be run several times in the time given."""
+    size, best = 256, 1.0
+    while size <= 8192:
+        a, b = torch.ones(size, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
+        a @ b
+        wait_for(device)
+        started = time.perf_counter()
+        a @ b
+        wait_for(device)
+        took = time.perf_counter() - started
+        if took * 16 > lasting_s or size == 8192:
+            best = 2 * size**3 / seconds_of(lambda a=a, b=b: a @ b, device, lasting_s)  # type: ignore[misc]
+            break
+        size *= 2
+    return best
+
+
+def speed_dtypes(graph: Graph) -> tuple[str, ...]:
+    """The dtypes that the products of a graph compute in."""
+    found = {call.work.dtype for call in distinct_calls(graph) if is_product(call.call.node.op)}
+    return tuple(dtype for dtype in SPEED_DTYPES if dtype in found) or ("f32",)
+
+
+# What there is to measure
+
+
+@dataclass(frozen=True, slots=True)
+class Distinct:
+    """A call that a graph makes, once or more often."""
+
+    text: str
+    call: Call
+    work: Work
+    times: int
+
+
+def distinct_calls(graph: Graph) -> tuple[Distinct, ...]:
+    """The calls of a graph by their text, in the order of their first use.
+
+    Calls of one text may differ in what has a gradient: the text stands for those that are made most often.
+    """
+    made: dict[str, dict[object, list[Node]]] = {}
+    for node in graph.nodes:
+        if node.operands:
+            text = call_text(node, graph.values)
+            made.setdefault(text, {}).setdefault(signature(node, graph.values), []).append(node)
+    found = []
+    for text, variants in made.items():
+        node = max(variants.values(), key=len)[0]
+        call = Call(node, tuple(graph.values[name] for name in node.operands))
+        found.append(Distinct(text, call, work_of(call), sum(map(len, variants.values()))))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A call with some of the units that its rule cuts; all of it, if no rule does."""
+
+    distinct: Distinct
+    rule: Rule
+    units: int
+    length: int
+
+    @property
+    def fraction(self) -> float:
+        return self.units / self.length
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        return (self.units, self.length - self.units) if _shards(self.distinct.call, self.rule) else ()
+
+    @property
+    def bytes(self) -> int:
+        """Of its operands and results."""
+        call, total = self.distinct.call, 0
+        placed = [*zip(self.rule.needs, call.operands, strict=True)]
+        for placement, value in (*placed, *zip(self.rule.gives, call.node.results, strict=True)):
+            total += math.prod(placement.local_shape(value.shape, self.pieces, 0)) * value.torch_dtype.itemsize
+        return total
+
+
+def _shards(call: Call, rule: Rule) -> list[tuple[Placement, Value]]:
+    placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
+    return [(placement, value) for placement, value in placed if placement.is_shard]
+
+
+def _cut_of(call: Call) -> tuple[Rule, int]:
+    """The rule by which a call is cut, and into how many units: by its first dim, where it can be, as a batch is."""
+    whole = Rule((I,) * len(call.operands), (I,) * len(call.node.results))
+    try:
+        if describe_call(call) is None:
+            return whole, 1  # to find out would take longer than to measure
+        rules = call_rules(call)
+    except LopsidedError:
+        return whole, 1
+
+    def worth(rule: Rule) -> tuple[bool, bool, int]:
+        shards = _shards(call, rule)
+        first, _ = shards[0]
+        return first.dim == 0 and first.outer == 1, rule.how == "plain", sum(value.bytes for _, value in shards)
+
+    rules = tuple(rule for rule in rules if rule.how != "sfb" and _shards(call, rule))
+    if not rules:
+        return whole, 1
+    best = max(rules, key=worth)
+    placement, value = _shards(call, best)[0]
+    return best, max(placement.length(value.shape), 1)
+
+
+def choose_jobs(
+    graph: Graph, everyone: Sequence[Speeds], memory_bytes: int, budget_s: float
+) -> tuple[tuple[Job, ...], float]:
+    """What to measure on every device in about so many seconds, and seconds for each; by what the slowest needs.
+
+    Calls are cut to fractions around shares by speed, where shares will lie. A straight line is all that is made of
+    them, and from a fraction to a whole that fills another cache it would lead astray.
+    """
+    devices = len(everyone)
+    paces = [speeds.flops_per_s[0][1] for speeds in everyone]
+    fractions = (0.5 * min(paces) / sum(paces), 1 / devices, min(1.5 * max(paces) / sum(paces), 1.0))
+
+    def estimate(distinct: Distinct, fraction: float) -> float:
+        return max(speeds.seconds(distinct.work, fraction) for speeds in everyone)
+
+    calls = sorted(distinct_calls(graph), key=lambda d: -d.times * estimate(d, 1 / devices))
+    total = sum(d.times * estimate(d, 1 / devices) for d in calls)
+    chosen: list[Job] = []
+    left_s, covered = budget_s, 0.0
+    for distinct in calls:
+        if covered >= _ENOUGH * total:
+            break
+        covered += distinct.times * estimate(distinct, 1 / devices)
+        rule, length = _cut_of(distinct.call)
+        units = sorted({min(max(round(fraction * length), 1), length) for fraction in fractions})
+        for count in units:
+            job = Job(distinct, rule, count, length)
+            needs_s = max(_SHORTEST_S, _RUNS * estimate(distinct, job.fraction))
+            # Results, gradients and what is kept between them come on top of the operands.
+            if needs_s <= min(left_s, budget_s / 8) and 4 * job.bytes <= memory_bytes / 2:
+                chosen.append(job)
+                left_s -= needs_s
+    return tuple(chosen), min(_SHORTEST_S + max(left_s, 0.0) / max(len(chosen), 1), _LONGEST_S)
+
+
+def layouts_of(graph: Graph) -> dict[str, tuple[int, ...]]:
+    """How values lie in memory, found by running the graph on tensors without any."""
+    meta = torch.device("meta")
+    tensors = {
+        leaf.value.name: torch.empty(leaf.value.shape, dtype=leaf.value.torch_dtype, device=meta)
+        for leaf in graph.leaves
+    }
+    found: dict[str, tuple[int, ...]] = {}
+    for node in graph.nodes:
+        try:
+            with torch.no_grad(), surroundings(node.context):
+                out = call_op(node, [tensors[name] for name in node.operands], meta)
+            made = list(out) if isinstance(out, tuple | list) else [out]
+        except _REFUSED:
+            made = []  # what comes after is laid out as if this were contiguous
+        if [tuple(t.shape) for t in made] != [value.shape for value in node.results]:
+            made = [torch.empty(value.shape, dtype=value.torch_dtype, device=meta) for value in node.results]
+        for value, tensor in zip(node.results, made, strict=True):
+            tensors[value.name] = tensor
+            order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+            if order != list(range(tensor.dim())):
+                found[value.name] = tuple(order)
+    return found
+
+
+# Running a job
+
+
+Samples = tuple[list[float], list[float]]
+"""Seconds forward and backward; none backward where nothing flows back."""
+
+
+def run_job(job: Job, layouts: Layouts, device: torch.device, lasting_s: float) -> Samples:
+    """Seconds of a job; none at all if the op refuses random operands."""
+    try:
+        with _ready(job.distinct.call.node, device) as once:
+            forward = _prepared(job, layouts, device, once)
+            made = forward()
+            ends = [out for out in made if out.requires_grad]
+            half = lasting_s / 2 if ends else lasting_s
+            forward_s = samples_of(forward, device, half)
+            if not ends:
+                return forward_s, []
+            seeds = [torch.ones_like(out) for out in ends]
+            leaves = forward.leaves
+
+            def backward() -> None:
+                torch.autograd.grad(ends, leaves, seeds, retain_graph=True, allow_unused=True)
+
+            backward()
+            return forward_s, samples_of(backward, device, half)
+    except _REFUSED:
+        return [], []
+
+
+@contextmanager
+def _ready(node: Node, device: torch.device) -> Iterator[Callable[[], ExitStack]]:
+    """The surroundings of a call, outside the clock where they can be. Autocast keeps the copies it made of a weight
+    until it ends, so it is begun anew for every call.
+    """
+    context = node.context
+    under = replace(context, autocast=f"{device.type}:{context.autocast.partition(':')[2]}" if context.autocast else "")
+
+    def once() -> ExitStack:
+        stack = ExitStack()
+        if under.autocast:
+            stack.enter_context(surroundings(under))
+        return stack
+
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad(), ExitStack() as outside:
+        warnings.simplefilter("ignore")
+        outside.enter_context(surroundings(replace(under, autocast="")))
+        yield once
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    run: Callable[[], object]
+    once: Callable[[], ExitStack] | None
+    leaves: tuple[Tensor, ...]  # whose gradients are wanted
+
+    def __call__(self) -> list[Tensor]:
+        if self.once is None:
+            out = self.run()
+        else:
+            with self.once():
+                out = self.run()
+        return list(out) if isinstance(out, tuple | list) else [out]  # type: ignore[list-item]
+
+
+def _prepared(job: Job, layouts: Layouts, device: torch.device, once: Callable[[], ExitStack]) -> _Forward:
+    call, rule, pieces = job.distinct.call, job.rule, job.pieces
+    below = _indices_below(call)
+    tensors = tuple(
+        _drawn(value, need.local_shape(value.shape, pieces, 0), layouts.get(value.name, ()), below, device)
+        for need, value in zip(rule.needs, call.operands, strict=True)
+    )
+    shapes = tuple(
+        give.local_shape(value.shape, pieces, 0) for give, value in zip(rule.gives, call.node.results, strict=True)
+    )
+    entry = describe(call.node.op)
+    leaves = tuple(t for t in tensors if t.requires_grad)
+    begin = once if call.node.context.autocast else None
+    local = Local(call, rule, tensors, shapes, 0, pieces, Randomness(0, 0, device))
+    if rule.how != "plain":
+        talks = entry.talks(call) if entry is not None and entry.talks is not None else ()
+        implementation = next(talk.implementation for talk in talks if talk.how == rule.how)
+        return _Forward(lambda: _alone(implementation(local)), begin, leaves)
+    if entry is not None and entry.local is not None:
+        compute = entry.local
+        return _Forward(lambda: compute(local), begin, leaves)
+    args, kwargs = filled(call.node, tensors, device)
+    op = resolve_op(call.node.op)
+    return _Forward(lambda: op(*args, **kwargs), begin, leaves)
+
+
+def _alone(talking: object) -> object:
+    """What an implementation computes when every question it asks is its own answer."""
+    if not isinstance(talking, Generator):
+        return talking
+    answer: Tensor | None = None
+    while True:
+        try:
+            answer = talking.send(answer).tensor
+        except StopIteration as stop:
+            return stop.value
+
+
+def _indices_below(call: Call) -> int:
+    """A bound for whole numbers that makes them indices of this call: as wide as can be told, since a few rows picked
+    again and again are in a cache, and their gradients in each other's way.
+    """
+    packet = call.node.op.split(".")[1] if call.node.op.count(".") else ""
+    table = call.shapes[0]
+    if packet in ("embedding", "embedding_bag") and table:
+        return table[0]
+    if packet.startswith(("cross_entropy", "nll_loss")) and table:
+        return table[1] if len(table) > 1 else table[0]
+    if packet in ("gather", "index_select", "take_along_dim") and table and isinstance(dim := call.arg("dim"), int):
+        return table[dim]
+    return max(min((size for shape in call.shapes for size in shape if size > 1), default=2), 2)
+
+
+def _drawn(value: Value, shape: Sequence[int], order: tuple[int, ...], below: int, device: torch.device) -> Tensor:
+    order = order or tuple(range(len(shape)))
+    lying = [shape[dim] for dim in order]
+    dtype = value.torch_dtype
+    if value.dtype == "bool":
+        drawn = torch.rand(lying, device=device) < 0.5
+    elif dtype.is_complex:
+        drawn = torch.rand(lying, device=device, dtype=dtype)
+    elif dtype.is_floating_point:
+        drawn = torch.empty(lying, device=device, dtype=dtype).uniform_(0.1, 0.9)
+    else:
+        drawn = torch.randint(0, below, lying, device=device, dtype=dtype)
+    differentiable = value.grad and (dtype.is_floating_point or dtype.is_complex)
+    return drawn.permute([order.index(dim) for dim in range(len(order))]).detach().requires_grad_(differentiable)

@@ -1,0 +1,184 @@
+"""Is an optimizer right on pieces? One that treats every element on its own is; others are found by experiment.
+
+In: optimizers, as they take their first step. Out: a warning where one that looks at whole parameters (LAMB's norms,
+Adafactor's factors, Muon's orthogonal updates) holds parameters that are stored cut.
+
+The experiment: a small parameter is trained whole, and in two unequal pieces by two optimizers, with the same
+gradients. If the pieces joined are the whole, the optimizer is elementwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lopsided.runtime.pieces import Piece
+
+_TOLERANCE = 1e-6
+_SCALES = (1.0, 30.0, 0.03, 1.0)
+"""Of the gradients in the experiment, one a step: what is clipped or adapted shows at some of them."""
+
+_TRIAL = {"lr": 0.05, "capturable": False, "fused": False, "differentiable": False}
+"""Options that the experiment sets itself: a step large enough to see (a warm-up may start at 0), and no GPU needed."""
+
+
+class NotElementwiseWarning(UserWarning):
+    """An optimizer that looks at whole parameters holds some that are stored in pieces."""
+
+
+class _Process(Protocol):
+    @property
+    def place(self) -> int: ...
+
+
+class Cut(Protocol):
+    """What is asked of a parallel model: which of its parameters are pieces."""
+
+    @property
+    def world(self) -> _Process: ...
+    @property
+    def pieces(self) -> Mapping[str, Piece]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+# The watch
+
+_models: weakref.WeakSet[Cut] = weakref.WeakSet()
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_watching = False
+
+
+def watch_optimizers(pm: Cut) -> None:
+    """From now on every optimizer is checked at its first step with parameters of this model."""
+    global _watching
+    _models.add(pm)
+    if not _watching:
+        register_optimizer_step_pre_hook(_check)
+        _watching = True
+
+
+def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling() or optimizer in _checked:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for pm in _models:
+        own = dict(pm.named_parameters())
+        if not held.isdisjoint(map(id, own.values())):
+            _checked.add(optimizer)
+            _check_with(optimizer, pm, {id(own[name]): name for name in own if _is_in_pieces(pm.pieces.get(name))})
+
+
+def _is_in_pieces(piece: Piece | None) -> bool:
+    """A cut that leaves everything to one device is none."""
+    return piece is not None and piece.is_cut and max(piece.counts) < sum(piece.counts)
+
+
+def _check_with(optimizer: Optimizer, pm: Cut, cut: Mapping[int, str]) -> None:
+    groups = [group for group in optimizer.param_groups if any(id(p) in cut for p in group["params"])]
+    if not groups:
+        return
+    # Every process makes the experiment, for an optimizer may talk to the others in its step. One tells.
+    verdict = _verdict(optimizer, groups)
+    if verdict or pm.world.place != 0:
+        return
+    names = [cut[id(p)] for group in groups for p in group["params"] if id(p) in cut]
+    stored = f"{len(names)} of its parameters are stored in pieces ({', '.join(names[:3])}"
+    stored += ", ...)" if len(names) > 3 else ")"
+    kind = type(optimizer).__name__
+    if verdict is None:
+        said = f"{kind} could not be tried on pieces, and {stored}. If it looks at whole parameters, for norms or "
+        said += "factors, training will differ from one device; then "
+    else:
+        said = f"{kind} is not elementwise: what it does to one element depends on others of the same parameter (norms "
+        said += f"or factors over the whole), and {stored}. Training will differ from one device. To be the same, "
+    said += 'store them whole (`lopsided plan --pin "*=I"`, or lopsided.plan(..., pins=["*=I"])) '
+    said += "or use an elementwise optimizer, such as AdamW"
+    warnings.warn(said, NotElementwiseWarning, stacklevel=4)
+
+
+# The experiment
+
+_verdicts: dict[tuple[type[Optimizer], str], bool | None] = {}
+
+
+def is_elementwise(optimizer: Optimizer) -> bool | None:
+    """Whether it treats every element on its own, with the options it has. None where that cannot be tried."""
+    return _verdict(optimizer, optimizer.param_groups)
+
+
+def _verdict(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> bool | None:
+    found = []
+    for group in groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        key = (type(optimizer), repr(sorted({**optimizer.defaults, **options, **_TRIAL}.items(), key=lambda o: o[0])))
+        if key not in _verdicts:
+            _verdicts[key] = _tried(type(optimizer), dict(optimizer.defaults), options)
+        found.append(_verdicts[key])
+    return _all_of(found)
+
+
+def _all_of(verdicts: Sequence[bool | None]) -> bool | None:
+    if False in verdicts:
+        return False
+    return None if None in verdicts or not verdicts else True
+
+
+def _tried(kind: type[Optimizer], defaults: dict[str, Any], options: dict[str, Any]) -> bool | None:
+    draw = torch.Generator("cpu").manual_seed(0)
+    found = []
+    for shape, dims in (((7, 5), (0, 1)), ((7,), (0,))):
+        start = torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu")
+        slopes = torch.logspace(-1, 1, 7, dtype=torch.float64, device="cpu").reshape(-1, *[1] * (len(shape) - 1))
+        gradients = [scale * slopes * torch.randn(shape, generator=draw, dtype=torch.float64) for scale in _SCALES]
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+                warnings.simplefilter("ignore")
+                whole = _trained(kind, defaults, options, start, gradients)
+                joined = [_trained_in_pieces(kind, defaults, options, start, gradients, dim) for dim in dims]
+        except Exception:  # whatever an optimizer of a stranger may raise: some take only matrices, or need a closure
+            continue
+        if whole.isfinite().all():
+            found.append(all(torch.allclose(one, whole, rtol=_TOLERANCE, atol=_TOLERANCE) for one in joined))
+    return _all_of(found)
+
+
+def _trained_in_pieces(
+    kind: type[Optimizer],
+    defaults: dict[str, Any],
+    options: dict[str, Any],
+    start: Tensor,
+    gradients: Sequence[Tensor],
+    dim: int,
+) -> Tensor:
+    def cut(whole: Tensor) -> tuple[Tensor, ...]:
+        return whole.narrow(dim, 0, 2), whole.narrow(dim, 2, whole.shape[dim] - 2)
+
+    parts = zip(cut(start), zip(*map(cut, gradients), strict=True), strict=True)
+    return torch.cat([_trained(kind, defaults, options, part, steps) for part, steps in parts], dim)
+
+
+def _trained(
+    kind: type[Optimizer], defaults: dict[str, Any], options: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]
+) -> Tensor:
+    torch.default_generator.manual_seed(0)
+    parameter = nn.Parameter(start.clone())
+    takes = inspect.signature(kind).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    defaults, options = (
+        {n: _TRIAL.get(n, v) if v is not None else v for n, v in d.items()} for d in (defaults, options)
+    )
+    # Some optimizers keep among their defaults what their constructor does not take.
+    given = {name: value for name, value in defaults.items() if anything or name in takes}
+    optimizer = kind([{"params": [parameter], **options}], **given)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()

@@ -1,0 +1,596 @@
+"""The plan becomes a module: `parallelize` returns one whose forward pass is the distributed step.
+
+In: a model as written for one device, a batch, and a plan (or a cluster, or nothing). Out: `Parallel`. Its parameters
+are this process's pieces under their own names; its forward pass gives the global loss; `backward()` leaves finished
+gradients.
+
+The submodules of a `Parallel` are the model's own, with their parameters replaced by pieces, so no process holds what
+it does not need; the model is used up by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lopsided.capture import LossFn, capture, flatten_batch, surrounding_autocast
+from lopsided.cluster import Cluster, load_cluster
+from lopsided.collectives import Network
+from lopsided.errors import BatchError, PlanError, TrainingError, WorldError
+from lopsided.graph import Graph, Leaf
+from lopsided.placement import Placement, Shares, pieces_of
+from lopsided.plan import Plan
+from lopsided.planfile import load_plan, parse_plan, plan_text
+from lopsided.planner import plan_graph
+from lopsided.program import Program, parse_program
+from lopsided.runtime import replicas
+from lopsided.runtime.differences import differences
+from lopsided.runtime.exchange import Exchange
+from lopsided.runtime.gradients import Gradients
+from lopsided.runtime.initial import initialise
+from lopsided.runtime.measure import measure
+from lopsided.runtime.op import AnyRandomness
+from lopsided.runtime.optimizers import watch_optimizers
+from lopsided.runtime.pieces import Piece, piece_of
+from lopsided.runtime.randomness import Randomness
+from lopsided.runtime.steps import Steps
+from lopsided.runtime.variants import program_for
+from lopsided.runtime.watch import Watch
+from lopsided.runtime.wire import Wire
+from lopsided.runtime.world import (
+    TIMEOUT_S,
+    World,
+    begin,
+    check_same,
+    default_store,
+    group_of,
+    meet,
+    share_plan,
+    side_group,
+)
+
+PLAN_VARIABLE = "LOPSIDED_PLAN"
+"""The environment variable with the path of the plan, set by `lopsided run`."""
+
+CHECK_EVERY = 100
+"""So many forward passes in training lie between two comparisons of replicas."""
+
+Mode = tuple[bool, str]  # training, autocast
+
+
+def parallelize(
+    model: nn.Module,
+    batch: object,
+    plan: Plan | str | Path | None = None,
+    *,
+    cluster: Cluster | str | Path | None = None,
+    loss_fn: LossFn | None = None,
+    optimizer: str = "adamw",
+    device: torch.device | str | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    seed: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    check_every: int = CHECK_EVERY,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Parallel:
+    """`model` on the processes of this world, one a device, by `plan` (a file or a `Plan`).
+
+    Without a plan one is made for `cluster`; without that, by measuring the devices. The batch is an example of the
+    global batch, all devices together; only its shapes matter. A model built on `meta` is initialised piece by piece,
+    by `init(module)` or by the modules' own ways. `check_every` so many steps replicas are compared; 0 for never.
+    """
+    where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
+    progress("capturing the model")
+    graph = capture(model, batch, loss_fn=loss_fn)
+    chosen = _agreed_plan(graph, plan, cluster, optimizer, where, progress)
+    world = meet(chosen, device=where)
+    check_same(
+        world,
+        {"the graph": graph.fingerprint, "the plan": _digest(plan_text(chosen)), "torch": torch.__version__[:4]},
+    )
+    progress("cutting the parameters")
+    return Parallel(
+        model,
+        batch,
+        graph,
+        chosen,
+        world,
+        loss_fn=loss_fn,
+        init=init,
+        seed=int(share_plan(str(torch.initial_seed() if seed is None else seed))) % 2**62,
+        timeout_s=timeout_s,
+        check_every=check_every,
+    )
+
+
+def _agreed_plan(
+    graph: Graph,
+    plan: Plan | str | Path | None,
+    cluster: Cluster | str | Path | None,
+    optimizer: str,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> Plan:
+    """Rank 0's plan, on every rank; refused unless it is a plan for this graph."""
+    if plan is None and cluster is None and (path := os.environ.get(PLAN_VARIABLE)):
+        plan = path
+    measured = None
+    if plan is None and cluster is None:
+        progress("measuring the devices")
+        measured = measure(graph, device)
+
+    def made() -> str:
+        if plan is not None:
+            found = plan if isinstance(plan, Plan) else load_plan(plan)
+        else:
+            progress("planning")
+            where = measured or (cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)))
+            found = plan_graph(graph, where, optimizer=optimizer)
+        if differs := differences(found.graph, graph):
+            raise PlanError(
+                "the plan belongs to another model or batch: " + "; ".join(differs),
+                where=str(plan) if isinstance(plan, str | Path) else "the plan",
+                do="plan this model and batch anew with `lopsided plan` or lopsided.plan, or give what was planned",
+            )
+        return plan_text(found)
+
+    text = from_rank_0(made)
+    agreed = parse_plan(text)
+    if differs := differences(agreed.graph, graph):
+        raise PlanError(
+            "this rank's model or batch is not the one that was planned: " + "; ".join(differs),
+            do="build the same model with the same batch shape on every rank",
+        )
+    return agreed
+
+
+def from_rank_0(make: Callable[[], str]) -> str:
+    """What rank 0 makes, on every rank; if it cannot, no rank goes on."""
+    if dist.get_rank():
+        return share_plan(None)
+    try:
+        made = make()
+    except Exception as error:
+        with suppress(WorldError):
+            share_plan(None, trouble=str(error))
+        raise
+    return share_plan(made)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def in_group_order(plan: Plan, world: World) -> Shares:
+    """The plan's shares in the order of the ranks that take part, every cut that its program makes settled."""
+    shares, order = plan.shares, world.order
+    if order == tuple(range(len(order))):
+        return shares
+    lengths: dict[tuple[str, int], None] = {(by, length): None for by, length, _ in shares.cuts}
+    for placement, shape in _cuts_of(plan.program):
+        lengths[placement.by, placement.length(shape)] = None
+
+    def ordered(row: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(row[device] for device in order)
+
+    return Shares(
+        ordered(shares.work),
+        tuple((name, ordered(fractions)) for name, fractions in shares.named),
+        tuple((by, length, ordered(shares.cut(length, by))) for by, length in lengths),
+    )
+
+
+def _cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:
+    values = program.graph.values
+    for name, placement in program.leaves:
+        if placement.is_shard:
+            yield placement, values[name].shape
+    for step in program.steps:
+        placed = [*zip(step.node.operands, step.chains, strict=True)]
+        placed += [(v.name, (give,)) for v, give in zip(step.node.results, step.rule.gives, strict=True)]
+        for name, chain in placed:
+            yield from ((p, values[name].shape) for p in chain if p.is_shard)
+
+
+class Parallel(nn.Module):
+    """A model on the devices of a plan, seen from one of them. Made by `parallelize`."""
+
+    plan: Plan
+    world: World
+    steps_done: int  # backward passes that were synchronised
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: object,
+        graph: Graph,
+        plan: Plan,
+        world: World,
+        *,
+        loss_fn: LossFn | None = None,
+        init: Callable[[nn.Module], None] | None = None,
+        seed: int = 0,
+        timeout_s: float = TIMEOUT_S,
+        check_every: int = CHECK_EVERY,
+        randomness: AnyRandomness | None = None,
+    ) -> None:
+        super().__init__()
+        self.__dict__ |= {"plan": plan, "world": world, "steps_done": 0}
+        self._graph, self._loss_fn, self._check_every = graph, loss_fn, check_every
+        self._forwards = 0
+        self._tensors, self._rebuild = flatten_batch(batch)
+        self._several = isinstance(batch, Mapping | tuple | list)
+        self._is_mapping = isinstance(batch, Mapping)
+        self._constants = _constants(batch)
+        self.shares = in_group_order(plan, world)
+        network = Network(plan.on)
+        group = group_of(world, timeout_s)
+        self.watch = Watch(world, default_store(), timeout_s, side=side_group(world, timeout_s))
+        weakref.finalize(self, self.watch.stop)
+        self.wire = Wire(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
+        # In a tuple, so that it does not become a submodule: its children are ours.
+        self._model = (model,)
+        self.pieces = self._take_pieces(model, init, seed)
+        self._modes: dict[Mode, Steps] = {}
+        self.randomness: AnyRandomness = randomness or Randomness(seed, max(world.place, 0), world.device)
+        self._last_loss: Tensor | None = None
+        self._last_own: Tensor | None = None
+        if self.wire is not None:
+            self._exchange = Exchange(self.wire, self.shares, network)
+            self._gradients = Gradients(self._exchange)
+            self._gradients.on_finish = self._step_is_done
+            self._programs = {(model.training, surrounding_autocast()): plan.program}
+        self.training = model.training
+        watch_optimizers(self)
+
+    # Parameters
+
+    def _take_pieces(self, model: nn.Module, init: Callable[[nn.Module], None] | None, seed: int) -> dict[str, Piece]:
+        """Replace the model's parameters by this process's pieces, and adopt its submodules."""
+        stored = dict(self.plan.program.leaves)
+        pieces = {
+            leaf.target: piece_of(leaf, stored[leaf.value.name], self.shares, self.world.place)
+            for leaf in self._graph.parameters
+        }
+        needed = {leaf.target for leaf in self._graph.leaves if leaf.kind == "buffer"}
+        local = initialise(model, pieces, self.world.device, init=init, seed=seed, needed=needed)
+        _adopt(model, pieces, local)
+        self._modules.update(model._modules)
+        self._parameters.update(model._parameters)
+        self._buffers.update(model._buffers)
+        self._non_persistent_buffers_set |= model._non_persistent_buffers_set
+        # Tied names share one piece.
+        named = dict(self.named_parameters(remove_duplicate=False))
+        self._stored = {name: named[name] for name in pieces}
+        return pieces
+
+    def _check_parameters(self) -> None:
+        named = dict(self.named_parameters(remove_duplicate=False))
+        for name, parameter in self._stored.items():
+            piece = self.pieces[name]
+            for also in (name, *piece.also):
+                if named.get(also) is not parameter:
+                    raise TrainingError(
+                        f"the parameter {also} was replaced after parallelize",
+                        where=self._here(),
+                        do="change parameters before parallelize, or in place: with torch.no_grad(): p.copy_(...)",
+                    )
+            if tuple(parameter.shape) != piece.local_shape or parameter.dtype != piece.dtype:
+                raise TrainingError(
+                    f"the parameter {name} was {piece.dtype}{list(piece.local_shape)} and is "
+                    f"{parameter.dtype}{list(parameter.shape)}",
+                    where=self._here(),
+                    do="convert the model before parallelize, and plan it so (`lopsided plan --dtype`)",
+                )
+
+    def _here(self) -> str:
+        return f"rank {self.world.rank}"
+
+    # The batch
+
+    @property
+    def inputs(self) -> dict[str, tuple[Leaf, Placement]]:
+        """The tensors of a batch by name, and how each is placed."""
+        stored = dict(self.plan.program.leaves)
+        return {leaf.target: (leaf, stored[leaf.value.name]) for leaf in self._graph.leaves if leaf.kind == "input"}
+
+    def rebuild_batch(self, tensors: list[Tensor]) -> object:
+        """A batch as it was given to `parallelize`, of these tensors in the order of `inputs`."""
+        args, kwargs = self._rebuild(tensors)
+        return kwargs if self._is_mapping else args if self._several else args[0]
+
+    def _local_inputs(self, given: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:
+        placed = dict(program.leaves)
+        found = {}
+        for leaf in program.graph.leaves:
+            if leaf.kind != "input":
+                continue
+            if leaf.target not in given:
+                raise BatchError(
+                    f"the batch has no {leaf.target!r}",
+                    where=self._here(),
+                    do=f"give what was planned: {self._planned_batch()}",
+                )
+            found[leaf.value.name] = self._local_input(leaf, placed[leaf.value.name], given[leaf.target])
+        if unknown := [name for name in given if name not in self._tensors]:
+            raise BatchError(
+                f"the batch has {unknown[0]!r}, which was not planned",
+                where=self._here(),
+                do=f"give what was planned: {self._planned_batch()}",
+            )
+        return found
+
+    def _local_input(self, leaf: Leaf, placement: Placement, tensor: Tensor) -> Tensor:
+        value, shape = leaf.value, tuple(tensor.shape)
+        pieces = pieces_of(placement, value.shape, self.shares) if placement.is_shard else ()
+        local = placement.local_shape(value.shape, pieces, self.world.place)
+        if shape == value.shape and local != shape:
+            tensor = Piece(leaf.target, (), value.shape, value.torch_dtype, placement, pieces, self.world.place).take(
+                tensor
+            )
+        elif shape != local:
+            part = f" (this rank's part: {list(local)})" if local != value.shape else ""
+            raise BatchError(
+                f"{leaf.target} has shape {list(shape)}, planned was {list(value.shape)}{part}",
+                where=self._here(),
+                do="give batches of the planned shape (drop_last=True for a loader), or plan anew for this one",
+            )
+        return tensor.to(self.world.device, value.torch_dtype, non_blocking=True)
+
+    def _planned_batch(self) -> str:
+        return ", ".join(f"{leaf.target} {list(leaf.value.shape)}" for leaf, _ in self.inputs.values())
+
+    # The step
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The global loss of a batch: the whole one, or this rank's share of it."""
+        self._check_last_loss()
+        self._check_parameters()
+        tensors, _ = flatten_batch(kwargs if kwargs and not args else args)
+        self._check_constants(args, kwargs)
+        if self.wire is None:
+            return self._loss_of_others()
+        mode = (self.training, surrounding_autocast())
+        self._forwards += 1
+        self.watch.at_step(self._forwards)
+        steps, program = self._steps(mode)
+        local = self._local_inputs(tensors, program)
+        self.watch.start_handshake(
+            self._forwards,
+            f"{mode[1] or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}",
+            self._told_inputs(tensors, local, program),
+            training=self.training,
+            sync=self._gradients.syncing,
+        )
+        loss, updates, own = steps.run(self._leaves(program) | local)
+        self.watch.finish_handshake()
+        if self.training:
+            for name, value in updates.items():
+                self.get_buffer(name).copy_(value)
+            if self._check_every and self._forwards % self._check_every == 0:
+                replicas.check(self)
+        self._remember(loss, own)
+        self._send_to_bystanders(loss)
+        if loss.requires_grad:
+            self._gradients.reset()
+            loss = _Loss.apply(self._gradients, loss)  # type: ignore[no-untyped-call]
+        return loss.reshape(())
+
+    def _told_inputs(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], program: Program) -> str:
+        """What all ranks must agree on: shapes of their batches, and now and then what is in inputs that are whole."""
+        looks = self._check_every and (self._forwards <= 2 or self._forwards % self._check_every == 0)
+        told = []
+        for leaf in program.graph.leaves:
+            if leaf.kind == "input":
+                tensor = given[leaf.target]
+                whole = tuple(tensor.shape) == leaf.value.shape and self.wire is not None and self.wire.size > 1
+                content = f" holding {int(replicas.digest(tensor)) & 0xFFFFFFFF:08x}" if looks and whole else ""
+                told.append(f"{leaf.target} {list(leaf.value.shape)}{content}")
+        return ", ".join(told)
+
+    def _leaves(self, program: Program) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for leaf in program.graph.leaves:
+            name = leaf.value.name
+            if leaf.kind == "parameter":
+                found[name] = self._stored[leaf.target]
+            elif leaf.kind == "buffer":
+                found[name] = self.get_buffer(leaf.target)
+            elif leaf.kind == "constant":
+                found[name] = self._constant(leaf)
+        return found
+
+    def _constant(self, leaf: Leaf) -> Tensor:
+        made = torch.tensor(leaf.data, dtype=leaf.value.torch_dtype, device=self.world.device)
+        return made.reshape(leaf.value.shape)
+
+    def _steps(self, mode: Mode) -> tuple[Steps, Program]:
+        """The instructions of this mode, made at its first use."""
+        if mode not in self._modes:
+            if mode not in self._programs:
+                self._programs[mode] = self._program_in(mode)
+            self._modes[mode] = Steps(
+                self._programs[mode],
+                self._exchange,
+                self._gradients,
+                self.randomness,
+                self._stored,
+                self.world.device,
+                regather=self.plan.regather,
+            )
+        return self._modes[mode], self._programs[mode]
+
+    def _program_in(self, mode: Mode) -> Program:
+        """Capture the model in this mode, on tensors without memory, and agree on a program with the others."""
+        graph = self._captured()
+        text = from_rank_0(lambda: str(program_for(graph, self.plan)))
+        return parse_program(text, graph)
+
+    def _captured(self) -> Graph:
+        model = self._model[0]
+        model.train(self.training)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            whole = {
+                name: nn.Parameter(
+                    torch.empty(piece.shape, dtype=piece.dtype, device=self.world.device), requires_grad=piece.trained
+                )
+                for name, piece in self.pieces.items()
+            }
+            tensors = [
+                torch.empty(leaf.value.shape, dtype=leaf.value.torch_dtype, device=self.world.device)
+                for leaf, _ in self.inputs.values()
+            ]
+        args, kwargs = self._rebuild(tensors)
+        batch: object = kwargs if self._is_mapping else args if self._several else args[0]
+        with _replaced(model, whole, self.pieces):
+            return capture(model, batch, loss_fn=self._loss_fn)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here add up gradients on this device; the next one outside sends the sum."""
+        if self.wire is None:
+            yield
+            return
+        before, self._gradients.syncing = self._gradients.syncing, False
+        try:
+            yield
+        finally:
+            self._gradients.syncing = before
+
+    def _step_is_done(self) -> None:
+        if self._gradients.syncing:
+            self.__dict__["steps_done"] += 1
+
+    def close(self) -> None:
+        """Stop watching the other ranks. The end of the process does it too."""
+        self.watch.stop()
+
+    @property
+    def has_unsynchronised_gradients(self) -> bool:
+        return self.wire is not None and self._gradients.has_kept
+
+    # What can be wrong with a loss
+
+    def _remember(self, loss: Tensor, own: Tensor) -> None:
+        self._last_loss, self._last_own = loss.detach(), own
+        if loss.device.type == "cpu":
+            self._check_last_loss()
+
+    def _check_last_loss(self) -> None:
+        """A loss that is no number ends the run; on a GPU it is looked at one step later, to not wait for it."""
+        loss, own = self._last_loss, self._last_own
+        self._last_loss = self._last_own = None
+        if loss is None or own is None or bool(loss.isfinite().all()):
+            return
+        mine = "its own term is not finite either" if not bool(own.isfinite().all()) else "its own term is finite"
+        raise TrainingError(
+            f"the loss is {loss.item():g} in forward pass {self._forwards}",
+            where=f"{self._here()}: {mine}",
+            do="lower the learning rate, clip gradients, or look at the data of the ranks whose term is not finite",
+        )
+
+    def before_saving(self) -> None:
+        """What must hold before anything is saved: a finite loss, and replicas that are equal."""
+        self._check_last_loss()
+        if self.wire is not None:
+            replicas.check(self)
+
+    # Ranks whose device the plan does not use
+
+    def _loss_of_others(self) -> Tensor:
+        self._forwards += 1
+        self.watch.at_step(self._forwards)
+        loss = torch.zeros((), device=self.world.device, dtype=self._graph.values[self._graph.loss].torch_dtype)
+        self._tell_all(loss)
+        return loss.requires_grad_(torch.is_grad_enabled())
+
+    def _send_to_bystanders(self, loss: Tensor) -> None:
+        if len(self.world.ranks) < self.world.size:
+            self._tell_all(loss.detach().clone().reshape(()))
+
+    def _tell_all(self, loss: Tensor) -> None:
+        """From the first rank that takes part to all of the world."""
+        self.watch.entering("the loss, told to all ranks")
+        try:
+            dist.broadcast(loss, self.world.ranks[0])
+        except RuntimeError as error:
+            raise self.watch.explain(error, "the loss, told to all ranks") from error
+        finally:
+            self.watch.left()
+
+    def _check_constants(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = _constants(kwargs if kwargs and not args else args)
+        if given != self._constants:
+            raise BatchError(
+                f"the batch was planned with {self._constants} and has {given}",
+                where=self._here(),
+                do="give the same values that are not tensors, or plan anew",
+            )
+
+
+def _constants(batch: object) -> dict[str, str]:
+    """What is in a batch beside tensors; captured once, it cannot change."""
+    entries: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {}
+    return {str(key): repr(value) for key, value in entries.items() if isinstance(value, bool | int | float | str)}
+
+
+def _adopt(model: nn.Module, pieces: Mapping[str, Piece], local: Mapping[str, Tensor]) -> None:
+    """Put this process's tensors in place of the model's."""
+    made = {name: nn.Parameter(local[name], requires_grad=piece.trained) for name, piece in pieces.items()}
+    first = {also: name for name, piece in pieces.items() for also in (name, *piece.also)}
+    for path, module in model.named_modules():
+        for key in [key for key, tensor in module._parameters.items() if tensor is not None]:
+            module._parameters[key] = made[first[f"{path}.{key}" if path else key]]
+        for key in [key for key, tensor in module._buffers.items() if tensor is not None]:
+            name = f"{path}.{key}" if path else key
+            if name in local:
+                module._buffers[key] = local[name]
+
+
+@contextmanager
+def _replaced(model: nn.Module, whole: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> Iterator[None]:
+    """The model with other parameters, put back afterwards."""
+    before: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    try:
+        for name, piece in pieces.items():
+            for also in (name, *piece.also):
+                path, _, last = also.rpartition(".")
+                owner = model.get_submodule(path)
+                before.append((owner, last, owner._parameters[last]))
+                owner._parameters[last] = whole[name]
+        yield
+    finally:
+        for owner, last, parameter in before:
+            owner._parameters[last] = parameter
+
+
+class _Loss(torch.autograd.Function):
+    """The end of a forward pass and the start of its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Gradients, loss: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        ctx.save_for_backward(loss)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        try:
+            _ = ctx.saved_tensors
+        except RuntimeError:
+            raise TrainingError(
+                "backward() was called again without a forward pass", do="call loss = pm(...) before each backward()"
+            ) from None
+        ctx.gradients.begin()
+        return None, gradient

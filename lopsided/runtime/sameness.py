@@ -1,0 +1,152 @@
+"""Proof of sameness on real processes: what they compute together against one device.
+
+In: a model, a batch and a plan, on every process of a world. Out: `Sameness`, the worst relative errors of loss,
+gradients and buffers in float64, and of the losses of a short training in float32. One device is the simulator's, which
+draws the same random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lopsided.capture import flatten_batch
+from lopsided.graph import Graph
+from lopsided.imaginary import SeededRandomness
+from lopsided.plan import Plan
+from lopsided.program import Program, Step
+from lopsided.runtime.norms import clip_grad_norm_
+from lopsided.runtime.parallel import Parallel, in_group_order
+from lopsided.runtime.world import World
+from lopsided.simulate import one_device, simulate
+from lopsided.trial import relative_error
+from lopsided.widen import in_float64
+
+Batch = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Sameness:
+    """Seen from one process. `where` names what has the worst error in float64; `curve` are the losses of a training
+    on the processes, `expected` those of one device."""
+
+    error: float
+    where: str
+    curve: tuple[float, ...] = ()
+    expected: tuple[float, ...] = ()
+
+    @property
+    def curve_error(self) -> float:
+        pairs = zip(self.curve, self.expected, strict=True)
+        return max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0)
+
+
+def compare_step(model: nn.Module, batch: Batch, plan: Plan, world: World, *, seed: int = 0) -> Sameness:
+    """One forward and backward pass in float64."""
+    wide = in_wide(plan)
+    model64, batch64 = copy.deepcopy(model).double(), _double(batch)
+    expected = simulate(one_device(wide.graph), model64, batch64, (1.0,), seed=seed)
+    pm = seeded(copy.deepcopy(model64), batch64, wide, world, seed)
+    loss = pm(**batch64)
+    loss.backward()
+    errors = [(relative_error(loss.detach(), expected.loss), "loss")]
+    # A gradient that is nothing but rounding is measured against the largest there is.
+    floor = 1e-5 * max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
+    for name, parameter in pm.named_parameters():
+        piece = pm.pieces[name]
+        if piece.trained and piece.rank >= 0:
+            whole = expected.gradients[name]
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            errors.append((_error(found, piece.take(whole), whole, floor), f"gradient of {name}"))
+    for name, buffer in expected.buffers.items() if world.takes_part else ():
+        errors.append((relative_error(pm.get_buffer(name), buffer), f"buffer {name}"))
+    pm.close()
+    worst = max(errors, key=lambda pair: pair[0])
+    return Sameness(*worst)
+
+
+def _error(found: Tensor, expected: Tensor, whole: Tensor, floor: float) -> float:
+    """Of a piece, relative to the largest element of the whole."""
+    if found.shape != expected.shape:
+        return math.inf
+    if not found.numel():
+        return 0.0
+    scale = max(whole.abs().max().item(), floor)
+    error = (found - expected).abs().max().item() / scale
+    return math.inf if math.isnan(error) else error
+
+
+def compare_training(
+    model: nn.Module,
+    batch: Batch,
+    plan: Plan,
+    world: World,
+    *,
+    steps: int = 20,
+    seed: int = 0,
+    lr: float = 1e-3,
+    max_norm: float = math.inf,
+) -> Sameness:
+    """`steps` steps of AdamW in the plan's own dtype, the same batch every time, on the processes and on one device."""
+    alone = copy.deepcopy(model)
+    pm = seeded(copy.deepcopy(model), batch, plan, world, seed)
+    ours = torch.optim.AdamW(pm.parameters(), lr=lr)
+    theirs = torch.optim.AdamW(alone.parameters(), lr=lr)
+    whole = one_device(plan.graph)
+    curve, expected = [], []
+    for _ in range(steps):
+        loss = pm(**batch)
+        loss.backward()
+        if math.isfinite(max_norm):
+            clip_grad_norm_(pm, max_norm)
+        ours.step()
+        ours.zero_grad()
+        curve.append(loss.item())
+        expected.append(_step_alone(whole, alone, batch, theirs, seed, max_norm))
+    pm.close()
+    return Sameness(0.0, "", tuple(curve), tuple(expected))
+
+
+def _step_alone(
+    program: Program, model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, seed: int, max_norm: float
+) -> float:
+    found = simulate(program, model, batch, (1.0,), seed=seed)
+    for name, parameter in model.named_parameters():
+        parameter.grad = found.gradients.get(name)
+    if math.isfinite(max_norm):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    with torch.no_grad():
+        for name, buffer in found.buffers.items():
+            model.get_buffer(name).copy_(buffer)
+    return float(found.loss.item())
+
+
+def seeded(model: nn.Module, batch: Batch, plan: Plan, world: World, seed: int) -> Parallel:
+    """A parallel model whose random numbers are those that one device would draw."""
+    random = SeededRandomness(seed, in_group_order(plan, world))
+    return Parallel(model, batch, plan.graph, plan, world, seed=seed, randomness=random)
+
+
+def in_wide(plan: Plan) -> Plan:
+    """The plan for the same model in float64."""
+    graph = in_float64(plan.graph)
+    return replace(plan, program=_on(graph, plan.program))
+
+
+def _on(graph: Graph, program: Program) -> Program:
+    """The same choices for a graph with the same names."""
+    nodes = {node.name: node for node in graph.nodes}
+    steps = tuple(Step(nodes[step.node.name], step.rule, step.chains) for step in program.steps)
+    return Program(graph, program.leaves, steps, program.loss, program.updates)
+
+
+def _double(batch: Batch) -> dict[str, object]:
+    tensors, rebuild = flatten_batch(batch)
+    _, wide = rebuild([t.double() if t.dtype.is_floating_point else t.clone() for t in tensors.values()])
+    return wide

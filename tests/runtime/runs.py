@@ -1,0 +1,118 @@
+"""Jobs for worker processes: programs given as texts, run for real and compared with one device."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+
+from lopsided.capture import capture
+from lopsided.classics import data_parallel, stored_cut
+from lopsided.cluster import Cluster, Kind, Link
+from lopsided.cost import Costs, Scale, optimizer_named
+from lopsided.graph import Graph, parse_graph
+from lopsided.models import load
+from lopsided.placement import Shares
+from lopsided.plan import Breakdown, Plan, SearchReport
+from lopsided.prices import SharePrices
+from lopsided.program import Program, parse_program
+from lopsided.rules import RuleBook, derive_rules
+from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.sameness import Sameness, compare_step, compare_training
+from lopsided.runtime.world import meet
+from lopsided.sample import random_program
+from lopsided.search import search
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program and its shares, as texts and numbers: what can be sent to another process."""
+
+    spec: str
+    graph: str
+    program: str
+    shares: Shares
+    regather: bool = False
+
+
+def cluster_of(devices: int) -> Cluster:
+    kind = Kind("cpu", "box", 1, devices, (("f32", 1e10),), 1e10, 2**34, 1e-6)
+    return Cluster("box", "", (kind,), Link(1e-5, 1e9), Link(1e-4, 1e9))
+
+
+def plan_of(program: Program, shares: Shares, *, regather: bool = False) -> Plan:
+    """A plan around a program; its predictions are nothing to go by."""
+    where = cluster_of(len(shares))
+    nothing = Breakdown(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    report = SearchReport(0.0, 0, 0.0, 0.0, 0.0, "by hand", 0, ())
+    memory = (0,) * len(shares)
+    return Plan(where, where, program, shares, "adamw", regather, 1.0, nothing, memory, (), report, (), ())
+
+
+@cache
+def model_of(spec: str) -> tuple[nn.Module, dict[str, object]]:
+    torch.manual_seed(0)
+    return load(spec)
+
+
+@cache
+def book_of(spec: str) -> RuleBook:
+    return derive_rules(capture(*model_of(spec)))
+
+
+def run_of(spec: str, program: Program, shares: Shares, *, regather: bool = False) -> Run:
+    return Run(spec, program.graph.text(), str(program), shares, regather)
+
+
+def prices_of(graph: Graph, shares: Shares) -> SharePrices:
+    where = cluster_of(len(shares))
+    return SharePrices(Costs(graph, where, optimizer_named("adamw")), Scale(where, shares))
+
+
+def classic(spec: str, name: str, shares: Shares) -> Run:
+    """One of the strategies everyone knows."""
+    book = book_of(spec)
+    prices = prices_of(book.graph, shares)
+    if name == "dp":
+        return run_of(spec, data_parallel(book, prices), shares)
+    if name in ("zero", "zero-again"):
+        program = stored_cut(data_parallel(book, prices))
+        return run_of(spec, program, shares, regather=name == "zero-again")
+    return run_of(spec, search(book, prices).program, shares)
+
+
+def at_random(spec: str, shares: Shares, seed: int) -> Run:
+    return run_of(spec, random_program(book_of(spec), random.Random(seed)), shares, regather=bool(seed % 2))
+
+
+def parsed(run: Run) -> Plan:
+    graph = parse_graph(run.graph)
+    return plan_of(parse_program(run.program, graph), run.shares, regather=run.regather)
+
+
+# Jobs
+
+
+def step(runs: list[Run]) -> list[tuple[float, str]]:
+    found = []
+    for run in runs:
+        plan = parsed(run)
+        same: Sameness = compare_step(*model_of(run.spec), plan, meet(plan))
+        found.append((same.error, same.where))
+    return found
+
+
+def training(run: Run, steps: int, max_norm: float) -> tuple[float, tuple[float, ...]]:
+    plan = parsed(run)
+    same = compare_training(*model_of(run.spec), plan, meet(plan), steps=steps, max_norm=max_norm)
+    return same.curve_error, same.curve
+
+
+def parallel_of(run: Run) -> Parallel:
+    plan = parsed(run)
+    torch.manual_seed(0)
+    model, batch = load(run.spec)
+    return Parallel(model, batch, plan.graph, plan, meet(plan))

@@ -1,0 +1,38 @@
+"""Real processes compute what one device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from runs import Run, at_random, classic, step, training
+
+from lopsided.placement import Shares
+from lopsided.processes import Crew
+from lopsided.zoo import SMALL
+
+SHARES = {
+    2: Shares((0.7, 0.3), named=(("state", (0.4, 0.6)),)),
+    3: Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),)),
+    4: Shares((0.4, 0.0, 0.35, 0.25), named=(("state", (0.1, 0.5, 0.4, 0.0)),)),
+}
+
+
+def assert_same(crew: Crew, runs: list[Run]) -> None:
+    for rank, found in enumerate(crew.run(step, runs)):
+        for run, (error, where) in zip(runs, found, strict=True):
+            assert error < 1e-9, f"rank {rank}: {where} is {error:g} off\n{run.program}"
+
+
+@pytest.mark.parametrize("size", SHARES)
+@pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
+def test_a_step_is_that_of_one_device(crews: Callable[[int], Crew], spec: str, size: int) -> None:
+    runs = [classic(spec, name, SHARES[size]) for name in ("dp", "zero", "zero-again", "searched")]
+    assert_same(crews(size), [*runs, *(at_random(spec, SHARES[size], seed) for seed in range(4))])
+
+
+@pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
+def test_a_training_is_that_of_one_device(crews: Callable[[int], Crew], spec: str) -> None:
+    for name, max_norm in (("dp", 1.0), ("zero-again", float("inf"))):
+        for error, _ in crews(3).run(training, classic(spec, name, SHARES[3]), 20, max_norm):
+            assert error < 1e-4, name
