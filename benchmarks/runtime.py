@@ -40,7 +40,7 @@ from lopsided.classics import data_parallel, stored_cut
 from lopsided.cluster import Cluster, Kind, Link
 from lopsided.cost import Costs, Scale, optimizer_named
 from lopsided.placement import Shares
-from lopsided.plan import Breakdown, Plan, SearchReport
+from lopsided.plan import Plan, SearchReport
 from lopsided.planfile import parse_plan, plan_text
 from lopsided.planner import plan_graph, predict
 from lopsided.prices import SharePrices
@@ -154,8 +154,9 @@ def subject(name: str, case: Case, plan: str, device: torch.device) -> Step:
     model.to(device)
     rank, size = dist.get_rank(), dist.get_world_size()
     if name == OURS:
-        trained: nn.Module = parallelize(model, batch, parse_plan(plan), device=device)
-        cut = getattr(trained, "shares").cut
+        ours = parallelize(model, batch, parse_plan(plan), device=device)
+        trained: nn.Module = ours
+        cut, rank = ours.shares.cut, max(ours.world.place, 0)
     else:
         trained, cut = wrapped(name, model, device), Shares((1 / size,) * size).cut
     rows = {key: _rows(tensor, cut, rank).to(device) for key, tensor in batch.items() if isinstance(tensor, Tensor)}
@@ -190,10 +191,10 @@ def wrapped(name: str, model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def race(case: Case, plan: str, place: str, rounds: int, threads: int) -> dict[str, list[list[float]]]:
+def race(case: Case, plan: str, place: str, rounds: int) -> dict[str, list[list[float]]]:
     """For each subject and each round: seconds of a block, and seconds of this process's processor."""
     device = torch.device(place)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     steps = {name: subject(name, case, plan, device) for name in (PEERS[case.kind], OURS)}
     for step in steps.values():
@@ -269,9 +270,8 @@ def _peak(events: Sequence[dict[str, Any]]) -> int:
 
 def raced(case: Case, rounds: int, cuda: bool) -> dict[str, Any]:
     plan, peer = plan_for(case, cuda), PEERS[case.kind]
-    threads = 2 if case.devices == 1 and not cuda else 1
     with Crew(case.devices, timeout_s=600) as crew:
-        told = crew.run(race, case, plan_text(plan), "cuda:0" if cuda else "cpu", rounds, threads)
+        told = crew.run(race, case, plan_text(plan), "cuda:0" if cuda else "cpu", rounds)
     # A step takes as long as its slowest process; processor seconds add up.
     seconds = {n: [max(rank[n][k][0] for rank in told) / case.steps for k in range(rounds)] for n in (peer, OURS)}
     cpu = {n: [sum(rank[n][k][1] for rank in told) / case.steps for k in range(rounds)] for n in (peer, OURS)}

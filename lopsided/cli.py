@@ -1,4 +1,4 @@
-"""The command line: with `cli_plan`, which has the commands about plans, the only place that prints.
+"""The command line: with `cli_plan` (commands about plans) and `cli_run` (about runs), the only place that prints.
 
 `main` turns every `LopsidedError` into a short message and an exit status: 2 for what the user gave, 1 for a check that
 failed, 130 when interrupted. `-v` shows the traceback as well.
@@ -22,13 +22,11 @@ from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch.nn.parameter import is_lazy
 
-from lopsided import cli_plan
+from lopsided import cli_plan, cli_run
 from lopsided.capture import capture
 from lopsided.cluster import load_cluster
 from lopsided.errors import InputError, LopsidedError, ModelError, NotationError, SharesError
@@ -55,6 +53,7 @@ from lopsided.terminal import (
     load_shapes,
     out,
     print_json,
+    progress_bar,
     spell_out,
     stop_writing,
 )
@@ -76,6 +75,8 @@ app.command("plan")(cli_plan.plan_command)
 app.command("show")(cli_plan.show_command)
 app.command("diff")(cli_plan.diff_command)
 app.command("clusters")(cli_plan.clusters_command)
+app.command("run", cls=cli_run.RunCommand)(cli_run.run_command)
+app.command("convert")(cli_run.convert_command)
 
 
 def main() -> NoReturn:
@@ -201,7 +202,7 @@ def rules_command(
         return
     torch.set_num_threads(1)  # thousands of tiny kernels: threads cost more than they bring
     findings: list[Finding] = []
-    with _progress("validating", len(ops), quiet=as_json) as advance, _without_kernels_warnings():
+    with progress_bar("validating", len(ops), quiet=as_json) as advance, _without_kernels_warnings():
         for name in ops:
             findings += [validate(example) for example in samples_of(name)]
             advance()
@@ -306,28 +307,67 @@ def _print_findings(findings: list[Finding], *, details: bool) -> None:
 
 # verify
 
+_SHARES = "0.5,0.3,0.2"
+
 
 @app.command("verify")
 def verify_command(
     model: Model,
     shares: Annotated[
+        str | None,
+        typer.Option(help="What part each device does, in every second program.", show_default=_SHARES),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="In place of --shares: so many, all shares random.", min=1)
+    ] = None,
+    programs: Annotated[
+        int | None, typer.Option(help="How many random programs.", min=1, show_default="50, with --processes 10")
+    ] = None,
+    plan_file: Annotated[
         str,
-        typer.Option(help="What part each device does, in every second program."),
-    ] = "0.5,0.3,0.2",
-    programs: Annotated[int, typer.Option(help="How many random programs.", min=1)] = 50,
+        typer.Option("--plan", help="Compare this plan, a file of `lopsided plan -o`, in place of random programs."),
+    ] = "",
+    processes: Annotated[
+        bool, typer.Option("--processes", help="On local processes that talk, one a device: what training will run.")
+    ] = False,
     batch: Batch = None,
     seed: Seed = 0,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Run random programs on unequal imaginary devices and compare loss and gradients with one device."""
-    fractions = _parse_shares(shares)
+    if plan_file and (shares or devices or programs):
+        given = "--shares" if shares else "--devices" if devices else "--programs"
+        raise InputError("a plan has shares and a program of its own", where=given, do="leave it out, or --plan")
+    if shares and devices:
+        raise InputError("--shares already says how many devices", where="--devices", do="leave one of the two out")
+    fractions = None if devices else _parse_shares(shares or _SHARES)
+    if plan_file or processes:
+        cli_run.verify_runs(
+            model,
+            batch,
+            seed,
+            plan_file=plan_file,
+            shares=fractions,
+            devices=devices or len(fractions or ()),
+            programs=programs or 10,
+            processes=processes,
+            as_json=as_json,
+        )
     torch.manual_seed(seed)
     module, data = load(model, batch=batch)
     _one_thread_if_small(module)
     started = time.perf_counter()
-    with _progress("programs", programs, quiet=as_json) as advance:
-        result = verify(module, data, shares=fractions, programs=programs, seed=seed, progress=lambda done: advance())
+    with progress_bar("programs", programs or 50, quiet=as_json) as advance:
+        result = verify(
+            module,
+            data,
+            shares=fractions,
+            devices=devices or 0,
+            programs=programs or 50,
+            seed=seed,
+            progress=lambda done: advance(),
+        )
     seconds = time.perf_counter() - started
     if as_json:
         out.print_json(json.dumps(_verification_json(model, result, seconds)))
@@ -496,13 +536,3 @@ def _without_kernels_warnings() -> Iterator[None]:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
-
-
-@contextmanager
-def _progress(what: str, total: int, *, quiet: bool) -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    shown = Console(file=os.fdopen(os.dup(2), "w"), highlight=False)
-    with Progress(*columns, console=shown, transient=True, disable=quiet or not err.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)

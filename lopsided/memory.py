@@ -227,17 +227,17 @@ def _kept(node: Node) -> Saved:
 
 def _saved(program: Program, copies: _Copies) -> Iterator[Holding]:
     again = _sharing(program.graph).reruns
-    for unit in program.units():
-        if unit[0].node.name in again:
-            yield from _taken(unit, copies)
+    for stretch in program.stretches():
+        if stretch[0].node.name in again:
+            yield from _taken(stretch, copies)
         else:
-            yield from _saved_by_steps(program, unit, copies, "saved")
+            yield from _saved_by_steps(program, stretch, copies, "saved")
 
 
-def _taken(unit: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
+def _taken(stretch: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
     """What a checkpointed region has from outside, in the placement it is there in: conversions are made again."""
     inside: set[_Copy] = set()
-    for step in unit:
+    for step in stretch:
         for name, chain in zip(step.node.operands, step.chains, strict=True):
             whose = copies.of(name, chain[0])
             if (name, chain[0]) not in inside and copies.hold(whose):
@@ -325,14 +325,14 @@ def _working(program: Program, copies: _Copies, placed: Mapping[str, Placement],
     sharing = _sharing(program.graph)
     most = 0.0
     found: tuple[Holding, ...] = ()
-    for unit in program.units():
+    for stretch in program.stretches():
         held = copies
         again: tuple[Holding, ...] = ()
-        if unit[0].node.name in sharing.reruns:
+        if stretch[0].node.name in sharing.reruns:
             held = copies.apart()
-            again = tuple(_saved_by_steps(program, unit, held, "recomputed"))
+            again = tuple(_saved_by_steps(program, stretch, held, "recomputed"))
         recomputed = sum(holding.bytes if holding.cut is None else holding.bytes * even for holding in again)
-        for step in unit:
+        for step in stretch:
             if step.node.name in sharing.views:
                 continue
             parts: dict[Cut | None, int] = {}

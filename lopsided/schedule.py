@@ -8,8 +8,8 @@ first of them in the forward pass is the last in the backward pass, and right af
 complete and is converted back. So the transpose of a conversion stands where going backward passes the step that made
 it.
 
-The steps of a checkpointed region are a unit (`Program.units`), which runs forward again before its backward pass
-(`lopsided.recompute`): it computes, converts and gathers all it did the first time.
+The steps of a checkpointed region are a stretch of the program (`Program.stretches`) that runs forward again before its
+backward pass (`lopsided.recompute`): it computes, converts and gathers all it did the first time.
 
 What goes between parameters and their copies hides: gathering may start ahead of its place, and gradients are only
 waited for by the optimizer. What converts activations blocks.
@@ -106,10 +106,10 @@ def lay_out(program: Program, costs: Costs, *, regather: bool = False) -> Schedu
 
     gathered = regathered(program, regather=regather)
     backward: list[Item] = [*ends[::-1]]
-    for unit in reversed(program.units()):
-        for step in unit if unit[0].node.name in rerun else ():
+    for stretch in reversed(program.stretches()):
+        for step in stretch if stretch[0].node.name in rerun else ():
             backward += [*gathered.pop(step.node.name, ()), *rerun[step.node.name]]
-        for step in reversed(unit):
+        for step in reversed(stretch):
             cost = costs.op(step.node, step.rule)
             backward += gathered.get(step.node.name, ())
             backward += [_named(talk, step) for talk in cost.back_talks]
@@ -159,11 +159,11 @@ def regathered(program: Program, *, regather: bool = True) -> dict[str, tuple[Tr
             gathered[value.name, to] = replace(there, hides=True, ahead=True)
     found: dict[str, list[Transfer]] = {}
     again = reruns(program.graph)
-    for unit in reversed(program.units()):
-        if unit[0].node.name in again:
-            wanted = [(step.node.name, copy) for step in unit for copy in _made(step)]
+    for stretch in reversed(program.stretches()):
+        if stretch[0].node.name in again:
+            wanted = [(step.node.name, copy) for step in stretch for copy in _made(step)]
         else:
-            wanted = [(step.node.name, copy) for step in reversed(unit) if regather for copy in _kept(step)]
+            wanted = [(step.node.name, copy) for step in reversed(stretch) if regather for copy in _kept(step)]
         for node, copy in wanted:
             if copy in gathered:
                 found.setdefault(node, []).append(gathered.pop(copy))

@@ -1,6 +1,6 @@
-"""What the commands share: consoles, the options all of them have, models in shapes only.
+"""What the commands share: consoles, a bar, the options all of them have, models in shapes only.
 
-In: nothing. Out: `out` and `err`, types of options, `load_shapes`.
+In: nothing. Out: `out` and `err`, `progress_bar`, types of options, `load_shapes`.
 
 What reads the output may go away (`| head`), may not know our characters (an ASCII locale) and may be full: the first
 ends the program quietly (`on_broken_pipe`), the second gets the nearest it has (`spell_out`), the third is told by
@@ -13,11 +13,14 @@ import codecs
 import io
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lopsided.errors import ModelError
 from lopsided.models import load
@@ -70,6 +73,16 @@ _verbose = False
 def print_json(text: str) -> None:
     """JSON keeps every character: what the encoding does not know is escaped."""
     out.print_json(text, ensure_ascii=not out.encoding.lower().startswith("utf"))
+
+
+@contextmanager
+def progress_bar(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    shown = Console(file=os.fdopen(os.dup(2), "w"), highlight=False)
+    with Progress(*columns, console=shown, transient=True, disable=quiet or not err.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
 
 
 def is_verbose() -> bool:

@@ -73,6 +73,7 @@ ORDER = (
     "plantext",
     "terminal",
     "cli_plan",
+    "cli_run",
     "cli",
 )
 MODULES = {

@@ -32,7 +32,7 @@ from lopsided.runtime.parallel import Parallel, parallelize
 EQUAL, BY_SPEED, LOPSIDED, ALONE = "ddp-equal", "ddp-by-speed", "lopsided", "alone"
 
 _SEED = 0
-_LEARNING_RATE = 2e-3
+_LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)

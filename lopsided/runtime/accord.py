@@ -91,7 +91,7 @@ class Accord:
         except LopsidedError as error:
             own, mine = error, (None, error)
         except Exception as error:
-            own, mine = error, (None, CheckpointError(f"rank {self.rank} failed: {error!r}", do="see its traceback"))
+            own, mine = error, (None, _failed(self.rank, error))
         told: list[tuple[T | None, LopsidedError | None]] = [mine] * dist.get_world_size(self.group)
         dist.all_gather_object(told, mine, group=self.group)
         if own is not None:
@@ -116,6 +116,12 @@ class Accord:
         if tensor.numel():
             # As bytes, since gloo does not know every dtype.
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=source, group=self.group)
+
+
+def _failed(rank: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"rank {rank} failed: {type(error).__name__}: {error}", where=f"rank {rank}", do="see its traceback"
+    )
 
 
 def accord_of(pm: Holder) -> Accord:

@@ -98,7 +98,7 @@ class Whole(Instruction):
 
     def run(self, slots: Slots, this: Pass) -> None:
         stored = slots[self.source]
-        if stored.requires_grad and torch.is_grad_enabled():
+        if stored.requires_grad and torch.is_grad_enabled() and self.gradients.exchange.size > 1:
             slots[self.to] = CopyOfWhole.apply(self.gradients, self.synced, stored)  # type: ignore[no-untyped-call]
         else:
             slots[self.to] = stored

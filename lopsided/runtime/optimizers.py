@@ -47,17 +47,19 @@ class Cut(Protocol):
     @property
     def pieces(self) -> Mapping[str, Piece]: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def before_step(self, optimizer: Optimizer) -> None: ...
 
 
 # The watch
 
 _models: weakref.WeakSet[Cut] = weakref.WeakSet()
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_holds: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Cut]] = weakref.WeakKeyDictionary()
 _watching = False
 
 
 def watch_optimizers(pm: Cut) -> None:
-    """From now on every optimizer is checked at its first step with parameters of this model."""
+    """From now on every optimizer is checked at its first step with parameters of this model, which is told of each
+    step."""
     global _watching
     _models.add(pm)
     if not _watching:
@@ -66,14 +68,19 @@ def watch_optimizers(pm: Cut) -> None:
 
 
 def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling() or optimizer in _checked:
+    if torch.compiler.is_compiling():
         return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for pm in _models:
-        own = dict(pm.named_parameters())
-        if not held.isdisjoint(map(id, own.values())):
-            _checked.add(optimizer)
+    if optimizer not in _holds:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = [pm for pm in _models if not held.isdisjoint(id(p) for _, p in pm.named_parameters())]
+        if not found:
+            return
+        _holds[optimizer] = weakref.WeakSet(found)
+        for pm in found:
+            own = dict(pm.named_parameters())
             _check_with(optimizer, pm, {id(own[name]): name for name in own if _is_in_pieces(pm.pieces.get(name))})
+    for pm in _holds[optimizer]:
+        pm.before_step(optimizer)
 
 
 def _is_in_pieces(piece: Piece | None) -> bool:

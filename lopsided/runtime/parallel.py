@@ -243,6 +243,7 @@ class Parallel(nn.Module):
         self.pieces = self._take_pieces(model, init, seed)
         self._modes: dict[Mode, Steps] = {}
         self.randomness: AnyRandomness = randomness or Randomness(seed, max(world.place, 0), world.device)
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self._last_loss: Tensor | None = None
         self._last_own: Tensor | None = None
         if self.wire is not None:
@@ -379,7 +380,7 @@ class Parallel(nn.Module):
             for name, value in updates.items():
                 self.get_buffer(name).copy_(value)
             if self._check_every and self._forwards % self._check_every == 0:
-                replicas.check(self)
+                self._compare_replicas()
         self._remember(loss, own)
         self._send_to_bystanders(loss)
         if loss.requires_grad:
@@ -476,9 +477,16 @@ class Parallel(nn.Module):
         """Stop watching the other ranks. The end of the process does it too."""
         self.watch.stop()
 
-    @property
-    def has_unsynchronised_gradients(self) -> bool:
-        return self.wire is not None and self._gradients.has_kept
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when an optimizer with parameters of this model is about to take a step."""
+        if all(known() is not optimizer for known in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+        if self.wire is not None and self._gradients.has_kept:
+            raise TrainingError(
+                "the gradients were not synchronised: the last backward pass was under no_sync()",
+                where=self._here(),
+                do="leave the last backward pass before optimizer.step() outside of no_sync()",
+            )
 
     # What can be wrong with a loss
 
@@ -504,6 +512,13 @@ class Parallel(nn.Module):
         """What must hold before anything is saved: a finite loss, and replicas that are equal."""
         self._check_last_loss()
         if self.wire is not None:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        alive = [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+        for optimizer in alive:
+            replicas.check(self, optimizer)
+        if not alive:
             replicas.check(self)
 
     # Ranks whose device the plan does not use

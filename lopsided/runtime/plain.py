@@ -49,7 +49,7 @@ def as_plain(value: object, where: str) -> object:
 def from_plain(value: object, depth: int = 0) -> object:
     """The inverse of `as_plain`, except that a tensor comes back as its number."""
     if depth > _DEEPEST:
-        raise CheckpointError(f"lists nest more than {_DEEPEST} deep", do="use a checkpoint that was saved here")
+        raise _refuse(f"lists nest more than {_DEEPEST} deep")
     if isinstance(value, list):
         return [from_plain(each, depth + 1) for each in value]
     if not isinstance(value, dict):
@@ -62,9 +62,13 @@ def from_plain(value: object, depth: int = 0) -> object:
             raise ValueError
         return made(from_plain(value["of"], depth + 1))
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(
-            f"{shown(value)} is no value that is saved", do="use a checkpoint that was saved here"
-        ) from None
+        raise _refuse(f"{shown(value)} is no value that is saved") from None
+
+
+def _refuse(what: str) -> CheckpointError:
+    return CheckpointError(
+        what, where="a value of the checkpoint", do="use a checkpoint that was saved by this library"
+    )
 
 
 def _a_list(value: object) -> list[Any]:

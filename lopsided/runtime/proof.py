@@ -2,15 +2,17 @@
 
 In: the MODEL of a command line and a plan, or shares. Out: `Claim`s, what was compared, the worst error and where.
 
-    claims_of_plan   a step in float64 and a short training, by the plan
-    claims_at_large  the same by the classics, and steps of random programs
-    prove            both need the processes of a `Crew`, which runs the jobs below
+    jobs_of_plan    a step in float64 and a short training, by the plan
+    jobs_at_large   the same by the classics, and steps of random programs
+    prove           runs the jobs on a `Crew`
+    imagine         the step of a plan on imaginary devices, where there are too many for processes
 
 Texts travel to the processes, not objects: each builds the model itself, and takes rank 0's numbers.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lopsided.capture import capture, flatten_batch
+from lopsided.capture import flatten_batch
 from lopsided.classics import STATE, data_parallel, stored_cut
 from lopsided.cluster import Cluster, Kind, Link, parse_cluster
 from lopsided.cost import Costs, Scale, optimizer_named
@@ -37,15 +39,20 @@ from lopsided.program import Program, parse_program
 from lopsided.retype import in_dtype
 from lopsided.rules import derive_rules
 from lopsided.runtime.differences import differences
-from lopsided.runtime.sameness import compare_step, compare_training
+from lopsided.runtime.sameness import compare_step, compare_training, in_wide
 from lopsided.runtime.world import meet
 from lopsided.sample import random_program, random_shares
+from lopsided.simulate import one_device, simulate
+from lopsided.verify import compare
 from lopsided.widen import TOLERANCE, in_float64
 
 STEPS = 20
 CURVE_TOLERANCE = {"f64": 1e-7, "f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}
 """How far, relatively, the losses of a short training may be from one device's: some tens of roundings in half
 precision, where sums in another order round to other numbers, and more where training magnifies them."""
+
+
+Built = tuple[nn.Module, dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +136,15 @@ def jobs_at_large(
     ]
     for k in range(programs):
         own = fractions if k % 2 == 0 else Shares(random_shares(processes, state))
-        jobs.append(_step("random programs", subject, random_program(book, state), own, k % 4 > 1, where))
+        jobs.append(_step(f"{programs} random programs", subject, random_program(book, state), own, k % 4 > 1, where))
     return jobs
 
 
-def _both(
-    what: str, subject: Subject, program: Program, shares: Shares, regather: bool, where: Cluster
-) -> tuple[Job, Job]:
+def _both(what: str, subject: Subject, program: Program, shares: Shares, regather: bool, where: Cluster) -> list[Job]:
     step = _step(what, subject, program, shares, regather, where)
     dtype = subject.dtype or _dtype_of(program.graph)
     training = f"{what}: {STEPS} AdamW steps in {_in_full(dtype)}"
-    return step, replace(step, what=training, trains=True, tolerance=CURVE_TOLERANCE.get(dtype, 1e-4))
+    return [step, replace(step, what=training, trains=True, tolerance=CURVE_TOLERANCE.get(dtype, 1e-4))]
 
 
 def _step(what: str, subject: Subject, program: Program, shares: Shares, regather: bool, where: Cluster) -> Job:
@@ -192,6 +197,15 @@ def check_memory(graph: Graph, processes: int) -> None:
 # Running it
 
 
+def imagine(subject: Subject, plan: Plan) -> Claim:
+    """A step by the plan on imaginary devices, in this process."""
+    wide = in_wide(plan)
+    model, batch = _cast(*_loaded(subject), "f64")
+    expected = simulate(one_device(wide.graph), model, batch, (1.0,), seed=subject.seed)
+    error, where = compare(simulate(wide.program, model, batch, wide.shares, seed=subject.seed), expected)
+    return Claim("the plan: a step in float64", error, where, TOLERANCE)
+
+
 def prove(crew: Crew, jobs: Sequence[Job], progress: Callable[[], None] = lambda: None) -> list[Claim]:
     """A claim for each job, those of one name together in one: the worst."""
     found: dict[str, Claim] = {}
@@ -214,8 +228,9 @@ def compared(job: Job) -> tuple[float, str]:
         return step.error, step.where
     training = compare_training(model, batch, plan, world, steps=STEPS, seed=job.subject.seed)
     errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(training.curve, training.expected, strict=True)]
-    worst = max(range(STEPS), key=errors.__getitem__)
-    return errors[worst], f"loss of step {worst + 1}"
+    worst = max(range(len(errors)), key=errors.__getitem__, default=-1)
+    ended = f" ({len(errors)} compared: then that of one device is no number)" if len(errors) < STEPS else ""
+    return (errors[worst] if errors else math.inf), f"loss of step {worst + 1}{ended}"
 
 
 @lru_cache(maxsize=1)
@@ -234,20 +249,27 @@ def _parsed(job: Job) -> Plan:
 
 
 @lru_cache(maxsize=1)
-def _built(subject: Subject) -> tuple[nn.Module, dict[str, object]]:
+def _built(subject: Subject) -> Built:
     """The model and the batch, the same on every process whatever its function draws its numbers from."""
+    model, batch = _loaded(subject)
+    tensors, rebuild = flatten_batch(batch)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers(), *tensors.values()):
+            _take_from_rank_0(tensor)
+    return model, rebuild(list(tensors.values()))[1]
+
+
+def _loaded(subject: Subject) -> Built:
     torch.manual_seed(subject.seed)
     model, batch = load(subject.spec, batch=subject.batch)
+    return _cast(model, batch, subject.dtype) if subject.dtype else (model, batch)
+
+
+def _cast(model: nn.Module, batch: dict[str, object], dtype: str) -> Built:
     tensors, rebuild = flatten_batch(batch)
-    inputs = list(tensors.values())
-    if subject.dtype:
-        dtype = DTYPES[subject.dtype]
-        model = model.to(dtype)
-        inputs = [tensor.to(dtype) if tensor.dtype.is_floating_point else tensor for tensor in inputs]
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers(), *inputs):
-            _take_from_rank_0(tensor)
-    return model, rebuild(inputs)[1]
+    to = DTYPES[dtype]
+    inputs = [tensor.to(to) if tensor.dtype.is_floating_point else tensor for tensor in tensors.values()]
+    return model.to(to), rebuild(inputs)[1]
 
 
 def _take_from_rank_0(tensor: Tensor) -> None:

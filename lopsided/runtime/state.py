@@ -173,7 +173,11 @@ def load_full_state_dict(pm: Holder, source: Source, *, strict: bool = True) -> 
     with _opened_by_all(pm, source) as opened:
         outlines = accord.all(lambda: opened.outline() if opened else None)
         if outlines[0] is None:
-            raise CheckpointError("rank 0 has no state to load", do="give a mapping or a path, on rank 0 at least")
+            raise CheckpointError(
+                "rank 0 has no state to load",
+                where="load_full_state_dict",
+                do="give a mapping or a path, on rank 0 at least",
+            )
         sent = None in outlines
         outline = outlines[0] if sent else outlines[accord.rank] or {}
         accord.each(lambda: _check(held, outline, strict))

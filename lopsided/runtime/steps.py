@@ -18,6 +18,7 @@ from lopsided.graph import Context
 from lopsided.ops.op import Call
 from lopsided.placement import Placement, R
 from lopsided.program import Chain, Program, Step
+from lopsided.recompute import reruns
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.gathering import Gatherer, Regathered, Wanted, in_buckets
 from lopsided.runtime.gradients import Gradients, Synced
@@ -128,12 +129,14 @@ class _Compiler:
             self.slot(name, placement)
         made: list[Instruction] = []
         regions: list[int] = []
+        again = reruns(self.program.graph)
         for step in self.program.steps:
             before = len(made)
             for name, chain in zip(step.node.operands, step.chains, strict=True):
                 made += self.conversions(name, chain)
             made.append(self.compute(step))
-            regions += [step.node.context.recompute] * (len(made) - before)
+            number = step.node.context.recompute if step.node.name in again else 0
+            regions += [number] * (len(made) - before)
         ends = [(self.program.graph.loss, self.program.loss)]
         ends += zip((name for _, name in self.program.graph.updates), self.program.updates, strict=True)
         for name, chain in ends:

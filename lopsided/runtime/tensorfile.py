@@ -86,7 +86,9 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _MOST_HEADER_BYTES:
-        raise CheckpointError(f"{len(ordered):,} tensors are too many for one file", where=str(path))
+        raise CheckpointError(
+            f"{len(ordered):,} tensors are too many for one file", where=str(path), do="save from more processes"
+        )
     try:
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(text)))
@@ -94,7 +96,11 @@ def write_tensors(
             for entry in ordered:
                 value = tensor(entry.key).detach()
                 if (value.dtype, tuple(value.shape)) != (entry.dtype, entry.shape):
-                    raise CheckpointError(f"{entry.key} is not what it was when the save began", where=str(path))
+                    raise CheckpointError(
+                        f"{entry.key} is not what it was when the save began",
+                        where=str(path),
+                        do="do not change shapes or dtypes while a save is under way",
+                    )
                 file.write(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())

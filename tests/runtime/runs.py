@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,6 +18,7 @@ from lopsided.graph import Graph, parse_graph
 from lopsided.models import load
 from lopsided.placement import Shares
 from lopsided.plan import Breakdown, Plan, SearchReport
+from lopsided.planner import plan_graph
 from lopsided.prices import SharePrices
 from lopsided.program import Program, parse_program
 from lopsided.rules import RuleBook, derive_rules
@@ -38,9 +40,12 @@ class Run:
     regather: bool = False
 
 
-def cluster_of(devices: int) -> Cluster:
-    kind = Kind("cpu", "box", 1, devices, (("f32", 1e10),), 1e10, 2**34, 1e-6)
-    return Cluster("box", "", (kind,), Link(1e-5, 1e9), Link(1e-4, 1e9))
+def cluster_of(devices: int, speeds: Sequence[float] = ()) -> Cluster:
+    """Devices alike, or one kind for each speed."""
+    alike = [("cpu", devices, 1e10)]
+    kinds = [(f"cpu-{k}", 1, speed) for k, speed in enumerate(speeds)] or alike
+    made = tuple(Kind(name, "box", 1, count, (("f32", speed),), 1e10, 2**34, 1e-9) for name, count, speed in kinds)
+    return Cluster("box", "", made, Link(1e-7, 1e12), Link(1e-7, 1e12))
 
 
 def plan_of(program: Program, shares: Shares, *, regather: bool = False) -> Plan:
@@ -78,6 +83,11 @@ def classic(spec: str, name: str, shares: Shares) -> Run:
     prices = prices_of(book.graph, shares)
     if name == "dp":
         return run_of(spec, data_parallel(book, prices), shares)
+    if name == "planned":
+        # So slow that all are needed, and unlike.
+        where = cluster_of(len(shares), speeds=[4e6 * (k + 1) for k in range(len(shares))])
+        plan = plan_graph(book.graph, where, book=book)
+        return run_of(spec, plan.program, plan.shares, regather=plan.regather)
     if name in ("zero", "zero-again"):
         program = stored_cut(data_parallel(book, prices))
         return run_of(spec, program, shares, regather=name == "zero-again")

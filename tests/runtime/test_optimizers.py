@@ -127,7 +127,11 @@ class Model(nn.Module):
             "bias": Piece("bias", (), (3,), torch.float32, I),
         }
         self.world = SimpleNamespace(place=place)
+        self.told_of: list[Optimizer] = []
         watch_optimizers(self)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self.told_of.append(optimizer)
 
     def gradients(self) -> list[nn.Parameter]:
         for p in self.parameters():
@@ -203,3 +207,12 @@ def test_models_are_not_kept() -> None:
     del model
     gc.collect()
     assert len(optimizers._models) == before - 1
+
+
+def test_the_model_is_told_of_every_step() -> None:
+    model, other = Model(), Model()
+    optimizer = torch.optim.SGD(model.gradients(), lr=0.1)
+    optimizer.step()
+    optimizer.step()
+    assert model.told_of == [optimizer, optimizer]
+    assert other.told_of == []

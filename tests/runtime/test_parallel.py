@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ from lopsided.rules import derive_rules
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.world import World, meet
 
+HERE = torch.device(os.environ.get("LOPSIDED_DEVICE", "cpu"))  # cuda:0 runs all of this on a GPU that is shared
 THREE = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
 NONE_FOR_ONE = Shares((0.6, 0.0, 0.4), named=(("state", (0.3, 0.3, 0.4)),))
 
@@ -56,15 +58,15 @@ class Net(nn.Module):
 def batch_of(seed: int = 0, rows: int = 10) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return {
-        "tokens": torch.randint(0, 13, (rows, 4), generator=draw),
-        "target": torch.randint(0, 13, (rows,), generator=draw),
+        "tokens": torch.randint(0, 13, (rows, 4), generator=draw).to(HERE),
+        "target": torch.randint(0, 13, (rows,), generator=draw).to(HERE),
     }
 
 
 def net(dtype: torch.dtype = torch.float64, **how: object) -> Net:
     # In float64: Adam makes steps of full size of a gradient that is nothing but rounding.
     torch.manual_seed(0)
-    return Net(**how).to(dtype)  # type: ignore[arg-type]
+    return Net(**how).to(HERE, dtype)  # type: ignore[arg-type]
 
 
 def planned(model: nn.Module, kind: str = "dp", shares: Shares = THREE) -> Plan:
@@ -179,7 +181,7 @@ def test_a_step_on_gradients_that_were_not_synchronised(crews: Callable[[int], C
 
 def autocast(kind: str) -> tuple[float, float, float]:
     alone, pm = both(kind, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(HERE.type, torch.bfloat16):
         expected = alone(**batch_of())
         loss = pm(**batch_of())
     expected.backward()
@@ -269,7 +271,7 @@ def test_dropout_draws_anew_and_can_be_repeated(crews: Callable[[int], Crew]) ->
 def names() -> tuple[list[str], list[str], list[str], list[str]]:
     alone, pm = both("zero")
     full = lopsided.full_state_dict(pm)
-    assert all(torch.equal(full[name], value) for name, value in alone.state_dict().items())
+    assert all(torch.equal(full[name], value.cpu()) for name, value in alone.state_dict().items())
     return list(alone.state_dict()), list(pm.state_dict()), list(full), [n for n, _ in pm.named_parameters()]
 
 
@@ -339,7 +341,7 @@ def with_a_bystander() -> tuple[float, float, float, int]:
         optimizer.zero_grad()
         theirs.zero_grad()
     full = lopsided.full_state_dict(pm)
-    away = max((full[name] - value).abs().max().item() for name, value in alone.state_dict().items())
+    away = max((full[name] - value.cpu()).abs().max().item() for name, value in alone.state_dict().items())
     return abs(loss.item() - expected.item()), abs(norm.item() - whole.item()), away, pm.world.place
 
 
@@ -367,9 +369,9 @@ def test_a_world_of_one(crews: Callable[[int], Crew]) -> None:
 def other_batches() -> float:
     """A tuple in place of a mapping, a loss made outside of the model."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)).to(HERE)
     alone = copy.deepcopy(model)
-    x = torch.randn(10, 6)
+    x = torch.randn(10, 6, device=HERE)
 
     def loss_fn(output: Tensor, batch: object) -> Tensor:
         return output.square().mean()
@@ -385,6 +387,47 @@ def other_batches() -> float:
 
 def test_tuples_and_a_loss_of_ones_own(crews: Callable[[int], Crew]) -> None:
     assert max(crews(3).run(other_batches)) < 1e-6
+
+
+def measured_first() -> tuple[float, tuple[str, ...]]:
+    """No plan and no cluster: the devices are measured and a plan is made."""
+    alone, model = net(), net()
+    pm = lopsided.parallelize(model, batch_of())
+    loss, expected = pm(**batch_of()), alone(**batch_of())
+    loss.backward()
+    expected.backward()
+    assert pm.world.place < 0 or gap(pm, alone) < 1e-9
+    return abs(loss.item() - expected.item()), pm.plan.cluster.device_names
+
+
+def test_without_a_plan_the_devices_are_measured(crews: Callable[[int], Crew]) -> None:
+    found = crews(2).run(measured_first)
+    assert max(error for error, _ in found) < 1e-9
+    assert found[0][1] == found[1][1]
+    assert len(found[0][1]) == 2
+
+
+def on_meta(kind: str) -> tuple[dict[str, float], int, int]:
+    with torch.device("meta"):
+        model = Net()
+    plan = planned(net(torch.float32), kind)
+    pm = lopsided.parallelize(model, batch_of(), plan=plan, seed=3)
+    pm(**batch_of()).backward()
+    full = lopsided.full_state_dict(pm)
+    held = sum(p.numel() for p in pm.parameters())
+    return (
+        {name: value.double().sum().item() for name, value in full.items()},
+        held,
+        sum(p.numel() for p in model.parameters()),
+    )
+
+
+def test_a_model_on_meta_is_initialised_alike_whatever_the_plan(crews: Callable[[int], Crew]) -> None:
+    whole, cut = crews(3).run(on_meta, "dp"), crews(3).run(on_meta, "zero")
+    assert all(sums == whole[0][0] for sums, *_ in (*whole, *cut))
+    elements = sum(parameter.numel() for parameter in net().parameters())
+    assert all(held == elements for _, held, _ in whole)
+    assert all(held < elements for _, held, _ in cut)
 
 
 # What can go wrong
@@ -414,7 +457,10 @@ def refused(what: str) -> str:
                 pm.get_parameter("norm.bias").fill_(float("nan"))
             pm(**batch_of())
         elif what == "model":
-            lopsided.parallelize(nn.Sequential(nn.Linear(3, 1)), (torch.ones(10, 3),), plan=pm.plan)
+            smaller = net()
+            del smaller.frozen.bias
+            smaller.frozen.register_parameter("bias", None)
+            lopsided.parallelize(smaller, batch_of(), plan=pm.plan)
         elif what == "batch":
             model = net()
             lopsided.parallelize(model, batch_of(rows=8), plan=pm.plan)
@@ -436,7 +482,7 @@ def refused(what: str) -> str:
         ("dtype", ("TrainingError", "embed.weight was torch.float64")),
         ("twice", ("TrainingError", "without a forward pass")),
         ("nan", ("TrainingError", "the loss is nan")),
-        ("model", ("Error", "another model or batch")),
+        ("model", ("Error", "parameter frozen.bias is planned and not there")),
         ("batch", ("Error", "tokens was planned as i64[10, 4] and is i64[8, 4]")),
         ("world", ("WorldError", "3 processes")),
     ],
