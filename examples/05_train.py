@@ -32,7 +32,7 @@ def main(folder: str) -> None:
     data = TensorDataset(x, x[:, :10].argmax(1))
     loader = DataLoader(data, batch_size=BATCH, shuffle=True, drop_last=True)
 
-    pm = lopsided.parallelize(Net(), (x[:BATCH], data.tensors[1][:BATCH]))
+    pm = lopsided.parallelize(Net(), (x[:BATCH], data.tensors[1][:BATCH]), measure_s=3)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2)
     batches = lopsided.shard(loader, pm)  # each rank loads its own rows only
     for epoch in range(4):

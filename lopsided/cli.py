@@ -1,4 +1,4 @@
-"""The command line: with `cli_plan` (commands about plans) and `cli_run` (about runs), the only place that prints.
+"""The command line: with `cli_plan` (about plans), `cli_run` (about runs) and `cli_demo`, the only place that prints.
 
 `main` turns every `LopsidedError` into a short message and an exit status: 2 for what the user gave, 1 for a check that
 failed, 130 when interrupted. `-v` shows the traceback as well.
@@ -11,7 +11,6 @@ import errno
 import json
 import math
 import os
-import random
 import sys
 import time
 import warnings
@@ -26,22 +25,17 @@ from rich.markup import escape
 from rich.table import Table
 from torch.nn.parameter import is_lazy
 
-from lopsided import cli_plan, cli_run
+from lopsided import cli_demo, cli_plan, cli_run
 from lopsided.capture import capture
-from lopsided.cluster import load_cluster
 from lopsided.errors import InputError, LopsidedError, ModelError, NotationError, SharesError
 from lopsided.graph import Graph
-from lopsided.listing import bytes_text, seconds_text
 from lopsided.models import load
 from lopsided.notation import parse_line
 from lopsided.ops import TABLE, describe
 from lopsided.ops.op import Op
 from lopsided.placement import check_shares
-from lopsided.planner import plan
 from lopsided.rules import RuleBook, derive_rules, describe_call
-from lopsided.sample import random_program
 from lopsided.samples import known_reason, sampled_ops, samples_of
-from lopsided.simulate import one_device, simulate
 from lopsided.terminal import (
     BROKEN_PIPE,
     AsJson,
@@ -58,8 +52,8 @@ from lopsided.terminal import (
     stop_writing,
 )
 from lopsided.validate import Finding, as_call, validate
-from lopsided.verify import Verification, compare, suspects, verify
-from lopsided.widen import TOLERANCE, in_float64
+from lopsided.verify import Verification, suspects, verify
+from lopsided.widen import TOLERANCE
 
 app = typer.Typer(
     name="lopsided",
@@ -77,6 +71,7 @@ app.command("diff")(cli_plan.diff_command)
 app.command("clusters")(cli_plan.clusters_command)
 app.command("run", cls=cli_run.RunCommand)(cli_run.run_command)
 app.command("convert")(cli_run.convert_command)
+app.command("demo")(cli_demo.demo_command)
 
 
 def main() -> NoReturn:
@@ -450,77 +445,6 @@ def _print_verification(model: str, result: Verification, seconds: float) -> Non
 
 def _counts(counts: Mapping[str, int]) -> str:
     return "  ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1]))
-
-
-# demo
-
-
-@app.command("demo")
-def demo_command(verbose: Verbose = False) -> None:
-    """Capture a small GPT, run a random program of it on unequal imaginary devices, and plan a big one for cards."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    spec, shares = "gpt2:layers=2,width=64,heads=4,seq=16,vocab=97,batch=7", (0.5, 0.3, 0.2)
-    out.print(f"[bold]1  Capture[/bold]  {spec}: the model as it is written for one device")
-    module, data = load(spec)
-    started = time.perf_counter()
-    graph = in_float64(capture(module.double(), data))
-    out.print(f"   {len(graph.nodes)} ops in {time.perf_counter() - started:.1f} s; the first layer begins")
-    for line in graph.text(sources=False).splitlines()[len(graph.leaves) + 3 : len(graph.leaves) + 9]:
-        out.print(f"   {escape(line)}")
-    book = derive_rules(graph)
-    linear = next(node for node in graph.nodes if node.op == "aten.linear.default")
-    out.print("\n[bold]2  Rules[/bold]  one line says what an op computes; the ways to distribute it follow")
-    out.print("   aten.linear   ... i * o i + o -> ... o")
-    for rule in book.rules[linear.name]:
-        out.print(f"     {escape(str(rule))}")
-    out.print(
-        f"   {sum(map(len, book.rules.values()))} rules in all. "
-        "I whole, R whole with a partial gradient, P a term of a sum, S cut\n"
-        "   (S0: along dim 0; S0x3/16: dim 0 seen as 3 × length × 16, and the length is cut: heads of a fused matrix)"
-    )
-    program = random_program(book, random.Random(4))
-    out.print(
-        "\n[bold]3  A program[/bold]  any rule for every op, conversions where they do not fit: this one is random"
-    )
-    for line in str(program).splitlines()[len(graph.leaves) + 3 : len(graph.leaves) + 15]:
-        out.print(f"   {escape(line)}")
-    out.print(f"   … {len(program.steps)} steps, {sum(1 for _ in program.conversions())} conversions")
-    out.print(
-        "\n[bold]4  Run it[/bold]  on three imaginary devices that do 50 %, 30 % and 20 %, seven rows cut 4, 2 and 1"
-    )
-    expected = simulate(one_device(graph), module, data, (1.0,))
-    found = simulate(program, module, data, shares)
-    error, where = compare(found, expected)
-    out.print(f"   loss on one device     {expected.loss.item():.15f}")
-    out.print(f"   loss on three          {found.loss.item():.15f}")
-    out.print(f"   {len(found.gradients)} gradients: worst relative error {error:.1e} ({where})")
-    out.print(f"   {'[green]the same[/green]' if error <= TOLERANCE else '[red]NOT the same[/red]'}")
-    _demo_plan()
-    out.print("\nTry your own model: .venv/bin/lopsided verify your_file.py:your_function")
-    out.print("and your own cards: .venv/bin/lopsided plan your_file.py:your_function --cluster 3090+3060")
-    raise typer.Exit(0 if error <= TOLERANCE else 1)
-
-
-def _demo_plan() -> None:
-    cluster = load_cluster("2xA6000+2x2080Ti")
-    out.print(f"\n[bold]5  Plan[/bold]  GPT-2, 12 layers, 16 sequences of 1024, for {cluster.name}")
-    with torch.device("meta"):
-        module, data = load("gpt2", batch=16)
-    found = plan(module, data, cluster)
-    out.print(
-        f"   {found.search.searches} searches, the best with gap {found.search.gap:.0%}, in {found.planning_s:.1f} s"
-    )
-    for device in cluster.device_names:
-        without = dict(found.without_device)[device]
-        out.print(
-            f"   {device:<24} {found.share_of(device):6.1%} of the work, {bytes_text(found.memory_of(device)):>9}; "
-            f"without it a step takes {seconds_text(without)}"
-        )
-    out.print(f"   {'this plan':<24} {seconds_text(found.step_s):>8} a step")
-    for baseline in found.baselines:
-        took = seconds_text(baseline.step_s) if baseline.fits else "does not fit"
-        out.print(f"   {baseline.name:<24} {took:>8}  {baseline.about}")
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Crew:
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """What `job(*args)` returns in each worker; raises what the first to fail says."""
         outcomes = self.outcomes(job, *args)
-        for rank, (fine, result) in enumerate(outcomes):
+        for rank, (fine, _) in enumerate(outcomes):
             if not fine:
                 self.close()
                 told = "\n".join(f"--- worker {r} ---\n{text}" for r, (good, text) in enumerate(outcomes) if not good)

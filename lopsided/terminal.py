@@ -79,8 +79,16 @@ def print_json(text: str) -> None:
 def progress_bar(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[], None]]:
     """A bar on a terminal, nothing elsewhere."""
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    shown = Console(file=os.fdopen(os.dup(2), "w"), highlight=False)
-    with Progress(*columns, console=shown, transient=True, disable=quiet or not err.is_terminal) as bar:
+    # A file of its own: the one behind stderr may be turned elsewhere meanwhile.
+    with (
+        os.fdopen(os.dup(2), "w") as file,
+        Progress(
+            *columns,
+            console=Console(file=file, highlight=False),
+            transient=True,
+            disable=quiet or not err.is_terminal,
+        ) as bar,
+    ):
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
 

@@ -68,12 +68,14 @@ ORDER = (
     "planfile",
     "processes",
     "runtime",
+    "demo",
     "listing",
     "plandiff",
     "plantext",
     "terminal",
     "cli_plan",
     "cli_run",
+    "cli_demo",
     "cli",
 )
 MODULES = {

@@ -10,7 +10,7 @@ the averaged gradient is that of the global mean; `lopsided.parallelize` and `lo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ from lopsided.runtime.parallel import Parallel, parallelize
 EQUAL, BY_SPEED, LOPSIDED, ALONE = "ddp-equal", "ddp-by-speed", "lopsided", "alone"
 
 _SEED = 0
-_LEARNING_RATE = 1e-3
+_LEARNING_RATE = 3e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,14 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What a worker has to do with the plan."""
+
+    takes_part: bool
+    share: float  # of the work
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """Of each contestant: what this worker spent, and the losses of the steps (the global ones)."""
 
@@ -98,7 +106,7 @@ class _Alone:
         batch = {name: tensor.to(self.device) for name, tensor in next(self.batches).items()}
         loss: Tensor = self.model(**batch)
         loss.backward()
-        return loss.detach(), _update(self.optimizer, self.device), 0.0
+        return loss.detach(), _update(self.optimizer), 0.0
 
 
 class _Ddp:
@@ -117,8 +125,8 @@ class _Ddp:
         self.batches = _batches(DataLoader(Windows(steps * size.batch, size.seq), batch_sampler=own))
         self.device, self.computed = device, 0.0
         # Their gradients come last: what is left of the backward pass after that is waiting for the buckets.
-        for last in (model.words, model.positions):
-            last.weight.register_post_accumulate_grad_hook(self._note)
+        for last in ("words.weight", "positions.weight"):
+            model.get_parameter(last).register_post_accumulate_grad_hook(self._note)
 
     def _note(self, _: Tensor) -> None:
         self.computed = time.perf_counter()
@@ -129,7 +137,7 @@ class _Ddp:
         # Gradients are averaged over workers, and their sum is wanted.
         (loss * dist.get_world_size()).backward()
         waited_s = time.perf_counter() - self.computed
-        return loss.detach(), _update(self.optimizer, self.device), waited_s
+        return loss.detach(), _update(self.optimizer), waited_s
 
 
 class _Lopsided:
@@ -147,7 +155,7 @@ class _Lopsided:
         loss = self.model(**next(self.batches))
         loss.backward()
         own = loss.detach() if dist.get_rank() == 0 else torch.zeros_like(loss)
-        return own, _update(self.optimizer, self.device), self._waited_s - before_s
+        return own, _update(self.optimizer), self._waited_s - before_s
 
     @property
     def _waited_s(self) -> float:
@@ -158,7 +166,7 @@ def _batches(loader: object) -> Iterator[dict[str, Tensor]]:
     return iter(loader)  # type: ignore[call-overload,no-any-return]
 
 
-def _update(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+def _update(optimizer: torch.optim.Optimizer) -> float:
     """Let the optimizer step; its seconds."""
     started = time.perf_counter()
     optimizer.step()
@@ -176,26 +184,26 @@ def _finish(device: torch.device) -> None:
 _here: dict[str, Contestant] = {}  # the contestants in this worker, between jobs
 
 
-def take_measure(size: Size, devices: Sequence[str], budget_s: float) -> Cluster:
+def take_measure(size: Size, devices: tuple[str, ...], budget_s: float) -> Cluster:
     """What the workers are, measured by all at once."""
     device = _own(devices)
     return measure(capture(*build(size)), device, _group(devices), budget_s=budget_s)
 
 
-def enter(size: Size, devices: Sequence[str], steps: int, rows: dict[str, Sequence[int]], plan: str) -> bool:
-    """Set up all contestants for so many steps; whether the plan cuts the batch in rows."""
+def enter(size: Size, devices: tuple[str, ...], steps: int, rows: dict[str, Sequence[int]], plan: str) -> Part:
+    """Set up all contestants for so many steps."""
     device = _own(devices)
     group = _group(devices)
     if dist.get_rank() == 0:
         _here[ALONE] = _Alone(size, steps, device)
     for name, cut in rows.items():
         _here[name] = _Ddp(size, steps, device, cut, group)
-    entered = _Lopsided(size, steps, device, plan)
-    _here[LOPSIDED] = entered
-    return all(at.is_shard and at.dim == 0 for _, at in entered.model.inputs.values())
+    _here[LOPSIDED] = entered = _Lopsided(size, steps, device, plan)
+    world = entered.model.world
+    return Part(world.takes_part, entered.model.shares.work[world.place] if world.takes_part else 0.0)
 
 
-def run_round(order: Sequence[str], devices: Sequence[str], steps: int) -> Round:
+def run_round(order: Sequence[str], devices: tuple[str, ...], steps: int) -> Round:
     """So many steps of each, one contestant after the other."""
     device = _own(devices)
     spent: dict[str, Spent] = {}
@@ -226,17 +234,17 @@ def leave() -> None:
     _here.clear()
 
 
-def _own(devices: Sequence[str]) -> torch.device:
+def _own(devices: tuple[str, ...]) -> torch.device:
     device = torch.device(devices[dist.get_rank()])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-_groups: dict[Sequence[str], dist.ProcessGroup] = {}
+_groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
 
-def _group(devices: Sequence[str]) -> dist.ProcessGroup | None:
+def _group(devices: tuple[str, ...]) -> dist.ProcessGroup | None:
     """NCCL where every worker has a GPU of its own; else the group there is, which is gloo."""
     apart = len(set(devices)) == len(devices) and all(device.startswith("cuda") for device in devices)
     if not apart or not dist.is_nccl_available():

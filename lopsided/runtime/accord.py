@@ -10,7 +10,6 @@ one to itself, since collectives of two threads must not mix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 
 from lopsided.errors import CheckpointError, LopsidedError
 from lopsided.runtime.pieces import Piece
+from lopsided.runtime.world import lasting_group
 
-_PATIENCE = timedelta(minutes=30)
+_PATIENCE_S = 1800.0
 """How long a process waits for another one that writes or reads its part."""
 
 T = TypeVar("T")
@@ -71,11 +71,12 @@ class Waiting(Protocol):
 
 
 class Accord:
-    """The processes of one parallel module, when they talk about its state."""
+    """The processes of the world, when they talk about the state of a parallel module."""
 
     def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        self.group_of_saves = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        ranks = range(dist.get_world_size())
+        self.group = lasting_group("state", ranks, "gloo", _PATIENCE_S)
+        self.group_of_saves = lasting_group("saves", ranks, "gloo", _PATIENCE_S)
         self.saving: Waiting | None = None
 
     @property
@@ -124,10 +125,13 @@ def _failed(rank: int, error: Exception) -> CheckpointError:
     )
 
 
+_accord: tuple[object, Accord] | None = None  # of which default group
+
+
 def accord_of(pm: Holder) -> Accord:
-    """The accord of this module. The first call makes it and must be made by all ranks."""
-    found = getattr(pm, "_accord", None)
-    if not isinstance(found, Accord):
-        found = Accord()
-        setattr(pm, "_accord", found)  # noqa: B010  (not part of the interface)
-    return found
+    """The accord of the world that this module is in. The first call makes it and must be made by all ranks."""
+    global _accord
+    default = dist.group.WORLD
+    if _accord is None or _accord[0] is not default:
+        _accord = (default, Accord())
+    return _accord[1]

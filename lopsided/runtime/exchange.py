@@ -102,7 +102,7 @@ class Exchange:
 
     def move(self, part: Tensor, source: Placement, to: Placement, shape: Sequence[int], what: str = "") -> Tensor:
         """Change the placement of a value; no gradient."""
-        if source.is_whole and to.is_whole:
+        if source == to or (source.is_whole and to.is_whole):
             return part
         if to.kind == "P":
             if source.is_whole:

@@ -100,12 +100,14 @@ def take_measurement(
             done = _PASSES * len(jobs) + 1
             steps = iter(range(done + 1, done + len(WAYS) + 1))
             dtype = _sent_dtype(graph)
+            talking = _new_group(dist.get_process_group_ranks(_whole(group)), _backend(seats), budget_s)
             cluster, link_error = _with_links(
                 cluster,
-                _World(_whole(group), council, device, dtype, _LINKS_PART * budget_s),
+                _World(talking, council, device, dtype, _LINKS_PART * budget_s),
                 seats,
                 lambda: progress(next(steps), done + len(WAYS)),
             )
+            dist.destroy_process_group(talking)
         # What rank 0 has found is what everyone goes by, to the last digit.
         text, *_ = council.hear((cluster.text(), op_error, link_error))
     chosen, op_error, link_error = cast(tuple[str, float, float], text)
@@ -133,7 +135,13 @@ def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, group or dist.group.WORLD)
 
 
-def _new_group(ranks: Sequence[int], backend: str | None, budget_s: float) -> dist.ProcessGroup:
+def _backend(seats: Sequence[Seat]) -> str:
+    """What training will talk over: NCCL where every process has a GPU of its own, gloo otherwise."""
+    gpus = {(seat.host, seat.boot, seat.gpu) for seat in seats if seat.gpu}
+    return "nccl" if len(gpus) == len(seats) and dist.is_nccl_available() else "gloo"
+
+
+def _new_group(ranks: Sequence[int], backend: str, budget_s: float) -> dist.ProcessGroup:
     made = dist.new_group(
         list(ranks),
         timeout=timedelta(seconds=max(120.0, 10 * budget_s)),
@@ -425,7 +433,7 @@ def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Lin
     mine = [ranks[rank] for rank, node in enumerate(nodes) if node == nodes[me]]
     found: Link | None = None
     if len(mine) > 1:
-        group = _new_group(mine, None, world.budget_s)
+        group = _new_group(mine, _backend(seats), world.budget_s)
         council = _new_group(mine, "gloo", world.budget_s)
         part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == nodes[me])
         wire = Wire(group, world.device, Network(part))

@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from lopsided.cluster import Cluster, load_cluster
 from lopsided.collectives import Network
 from lopsided.errors import BatchError, PlanError, TrainingError, WorldError
 from lopsided.graph import Graph, Leaf
-from lopsided.placement import Placement, Shares, pieces_of
+from lopsided.placement import Placement, Shares, pieces_of, take_piece
 from lopsided.plan import Plan
 from lopsided.planfile import load_plan, parse_plan, plan_text
 from lopsided.planner import plan_graph
@@ -81,18 +82,19 @@ def parallelize(
     seed: int | None = None,
     timeout_s: float = TIMEOUT_S,
     check_every: int = CHECK_EVERY,
+    measure_s: float = 20.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Parallel:
     """`model` on the processes of this world, one a device, by `plan` (a file or a `Plan`).
 
-    Without a plan one is made for `cluster`; without that, by measuring the devices. The batch is an example of the
+    Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s`. The batch is an example of the
     global batch, all devices together; only its shapes matter. A model built on `meta` is initialised piece by piece,
     by `init(module)` or by the modules' own ways. `check_every` so many steps replicas are compared; 0 for never.
     """
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     progress("capturing the model")
     graph = capture(model, batch, loss_fn=loss_fn)
-    chosen = _agreed_plan(graph, plan, cluster, optimizer, where, progress)
+    chosen = _agreed_plan(graph, plan, cluster, optimizer, where, measure_s, progress)
     world = meet(chosen, device=where)
     check_same(
         world,
@@ -119,6 +121,7 @@ def _agreed_plan(
     cluster: Cluster | str | Path | None,
     optimizer: str,
     device: torch.device,
+    measure_s: float,
     progress: Callable[[str], None],
 ) -> Plan:
     """Rank 0's plan, on every rank; refused unless it is a plan for this graph."""
@@ -127,7 +130,7 @@ def _agreed_plan(
     measured = None
     if plan is None and cluster is None:
         progress("measuring the devices")
-        measured = measure(graph, device)
+        measured = measure(graph, device, budget_s=measure_s)
 
     def made() -> str:
         if plan is not None:
@@ -242,6 +245,7 @@ class Parallel(nn.Module):
         self._model = (model,)
         self.pieces = self._take_pieces(model, init, seed)
         self._modes: dict[Mode, Steps] = {}
+        self._constant_tensors: dict[Leaf, Tensor] = {}
         self.randomness: AnyRandomness = randomness or Randomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self._last_loss: Tensor | None = None
@@ -249,7 +253,9 @@ class Parallel(nn.Module):
         if self.wire is not None:
             self._exchange = Exchange(self.wire, self.shares, network)
             self._gradients = Gradients(self._exchange)
-            self._gradients.on_finish = self._step_is_done
+            # Weakly: a module that nobody needs is gone at once, and its watch with it.
+            this = weakref.ref(self)
+            self._gradients.on_finish = lambda: _step_is_done(this())
             self._programs = {(model.training, surrounding_autocast()): plan.program}
         self.training = model.training
         watch_optimizers(self)
@@ -271,27 +277,37 @@ class Parallel(nn.Module):
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
         # Tied names share one piece.
-        named = dict(self.named_parameters(remove_duplicate=False))
-        self._stored = {name: named[name] for name in pieces}
+        self._stored, self._places = {}, []
+        for name, piece in pieces.items():
+            for also in (name, *piece.also):
+                path, _, key = also.rpartition(".")
+                owner = self.get_submodule(path)
+                self._places.append((owner, key, name))
+                self._stored[name] = owner.get_parameter(key)
         return pieces
 
     def _check_parameters(self) -> None:
-        named = dict(self.named_parameters(remove_duplicate=False))
-        for name, parameter in self._stored.items():
-            piece = self.pieces[name]
-            for also in (name, *piece.also):
-                if named.get(also) is not parameter:
-                    raise TrainingError(
-                        f"the parameter {also} was replaced after parallelize",
-                        where=self._here(),
-                        do="change parameters before parallelize, or in place: with torch.no_grad(): p.copy_(...)",
-                    )
-            if tuple(parameter.shape) != piece.local_shape or parameter.dtype != piece.dtype:
+        """Every parameter is still the one that was put there, in shape, dtype and place."""
+        for owner, key, name in self._places:
+            parameter, piece = self._stored[name], self.pieces[name]
+            if owner._parameters.get(key) is not parameter:
+                raise TrainingError(
+                    f"the parameter {name} was replaced after parallelize",
+                    where=self._here(),
+                    do="change parameters before parallelize, or in place: with torch.no_grad(): p.copy_(...)",
+                )
+            if parameter.shape != piece.local_shape or parameter.dtype != piece.dtype:
                 raise TrainingError(
                     f"the parameter {name} was {piece.dtype}{list(piece.local_shape)} and is "
                     f"{parameter.dtype}{list(parameter.shape)}",
                     where=self._here(),
                     do="convert the model before parallelize, and plan it so (`lopsided plan --dtype`)",
+                )
+            if parameter.device != self.world.device:
+                raise TrainingError(
+                    f"the parameter {name} was moved from {self.world.device} to {parameter.device}",
+                    where=self._here(),
+                    do="leave parameters where parallelize puts them; it takes device=",
                 )
 
     def _here(self) -> str:
@@ -299,7 +315,7 @@ class Parallel(nn.Module):
 
     # The batch
 
-    @property
+    @cached_property
     def inputs(self) -> dict[str, tuple[Leaf, Placement]]:
         """The tensors of a batch by name, and how each is placed."""
         stored = dict(self.plan.program.leaves)
@@ -310,46 +326,43 @@ class Parallel(nn.Module):
         args, kwargs = self._rebuild(tensors)
         return kwargs if self._is_mapping else args if self._several else args[0]
 
-    def _local_inputs(self, given: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:
-        placed = dict(program.leaves)
-        found = {}
-        for leaf in program.graph.leaves:
-            if leaf.kind != "input":
-                continue
-            if leaf.target not in given:
+    def _check_inputs(self, given: Mapping[str, Tensor]) -> None:
+        planned = ", ".join(f"{name} {list(leaf.value.shape)}" for name, (leaf, _) in self.inputs.items())
+        missing = [f"no {name!r}" for name in self.inputs if name not in given]
+        unknown = [f"{name!r}, which was not planned" for name in given if name not in self.inputs]
+        for what in (*missing, *unknown):
+            raise BatchError(f"the batch has {what}", where=self._here(), do=f"give what was planned: {planned}")
+        for name, (leaf, placement) in self.inputs.items():
+            shape, whole = tuple(given[name].shape), leaf.value.shape
+            local = self._local_shape(leaf, placement)
+            if shape not in (whole, local):
+                part = f" (this rank's part: {list(local)})" if local != whole else ""
                 raise BatchError(
-                    f"the batch has no {leaf.target!r}",
+                    f"{name} has shape {list(shape)}, planned was {list(whole)}{part}",
                     where=self._here(),
-                    do=f"give what was planned: {self._planned_batch()}",
+                    do="give batches of the planned shape (drop_last=True for a loader), or plan anew for this one",
                 )
-            found[leaf.value.name] = self._local_input(leaf, placed[leaf.value.name], given[leaf.target])
-        if unknown := [name for name in given if name not in self._tensors]:
-            raise BatchError(
-                f"the batch has {unknown[0]!r}, which was not planned",
-                where=self._here(),
-                do=f"give what was planned: {self._planned_batch()}",
-            )
-        return found
 
-    def _local_input(self, leaf: Leaf, placement: Placement, tensor: Tensor) -> Tensor:
-        value, shape = leaf.value, tuple(tensor.shape)
-        pieces = pieces_of(placement, value.shape, self.shares) if placement.is_shard else ()
-        local = placement.local_shape(value.shape, pieces, self.world.place)
-        if shape == value.shape and local != shape:
-            tensor = Piece(leaf.target, (), value.shape, value.torch_dtype, placement, pieces, self.world.place).take(
-                tensor
-            )
-        elif shape != local:
-            part = f" (this rank's part: {list(local)})" if local != value.shape else ""
-            raise BatchError(
-                f"{leaf.target} has shape {list(shape)}, planned was {list(value.shape)}{part}",
-                where=self._here(),
-                do="give batches of the planned shape (drop_last=True for a loader), or plan anew for this one",
-            )
-        return tensor.to(self.world.device, value.torch_dtype, non_blocking=True)
+    def _local_shape(self, leaf: Leaf, placement: Placement) -> tuple[int, ...]:
+        pieces = pieces_of(placement, leaf.value.shape, self.shares) if placement.is_shard else ()
+        return placement.local_shape(leaf.value.shape, pieces, self.world.place)
 
-    def _planned_batch(self) -> str:
-        return ", ".join(f"{leaf.target} {list(leaf.value.shape)}" for leaf, _ in self.inputs.values())
+    def _local_inputs(self, given: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:
+        """This rank's part of every input, by the name of its value, on its device."""
+        placed = dict(program.leaves)
+        return {
+            leaf.value.name: self._local_input(leaf, placed[leaf.value.name], given[leaf.target])
+            for leaf in program.graph.leaves
+            if leaf.kind == "input"
+        }
+
+    def _local_input(self, leaf: Leaf, wanted: Placement, tensor: Tensor) -> Tensor:
+        value, placement = leaf.value, self.inputs[leaf.target][1]
+        if tensor.shape != self._local_shape(leaf, placement):
+            tensor = take_piece(tensor, placement, pieces_of(placement, value.shape, self.shares), self.world.place)
+        tensor = tensor.to(self.world.device, value.torch_dtype, non_blocking=True)
+        # Batches come as they were planned; a program of another mode may want them otherwise.
+        return self._exchange.move(tensor, placement, wanted, value.shape, f"the input {leaf.target}")
 
     # The step
 
@@ -365,15 +378,18 @@ class Parallel(nn.Module):
         mode = (self.training, surrounding_autocast())
         self._forwards += 1
         self.watch.at_step(self._forwards)
-        steps, program = self._steps(mode)
-        local = self._local_inputs(tensors, program)
+        self._check_inputs(tensors)
         self.watch.start_handshake(
             self._forwards,
             f"{mode[1] or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}",
-            self._told_inputs(tensors, local, program),
+            self._told_inputs(tensors),
             training=self.training,
             sync=self._gradients.syncing,
         )
+        if mode not in self._modes:
+            self.watch.finish_handshake()  # all ranks must be here to agree on a program
+        steps, program = self._steps(mode)
+        local = self._local_inputs(tensors, program)
         loss, updates, own = steps.run(self._leaves(program) | local)
         self.watch.finish_handshake()
         if self.training:
@@ -388,16 +404,14 @@ class Parallel(nn.Module):
             loss = _Loss.apply(self._gradients, loss)  # type: ignore[no-untyped-call]
         return loss.reshape(())
 
-    def _told_inputs(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], program: Program) -> str:
+    def _told_inputs(self, given: Mapping[str, Tensor]) -> str:
         """What all ranks must agree on: shapes of their batches, and now and then what is in inputs that are whole."""
         looks = self._check_every and (self._forwards <= 2 or self._forwards % self._check_every == 0)
         told = []
-        for leaf in program.graph.leaves:
-            if leaf.kind == "input":
-                tensor = given[leaf.target]
-                whole = tuple(tensor.shape) == leaf.value.shape and self.wire is not None and self.wire.size > 1
-                content = f" holding {int(replicas.digest(tensor)) & 0xFFFFFFFF:08x}" if looks and whole else ""
-                told.append(f"{leaf.target} {list(leaf.value.shape)}{content}")
+        for name, (leaf, _) in self.inputs.items():
+            whole = looks and given[name].shape == leaf.value.shape and self.world.size > 1
+            content = f" holding {int(replicas.digest(given[name])) & 0xFFFFFFFF:08x}" if whole else ""
+            told.append(f"{name} {list(leaf.value.shape)}{content}")
         return ", ".join(told)
 
     def _leaves(self, program: Program) -> dict[str, Tensor]:
@@ -413,8 +427,10 @@ class Parallel(nn.Module):
         return found
 
     def _constant(self, leaf: Leaf) -> Tensor:
-        made = torch.tensor(leaf.data, dtype=leaf.value.torch_dtype, device=self.world.device)
-        return made.reshape(leaf.value.shape)
+        if leaf not in self._constant_tensors:
+            made = torch.tensor(leaf.data, dtype=leaf.value.torch_dtype, device=self.world.device)
+            self._constant_tensors[leaf] = made.reshape(leaf.value.shape)
+        return self._constant_tensors[leaf]
 
     def _steps(self, mode: Mode) -> tuple[Steps, Program]:
         """The instructions of this mode, made at its first use."""
@@ -468,10 +484,6 @@ class Parallel(nn.Module):
             yield
         finally:
             self._gradients.syncing = before
-
-    def _step_is_done(self) -> None:
-        if self._gradients.syncing:
-            self.__dict__["steps_done"] += 1
 
     def close(self) -> None:
         """Stop watching the other ranks. The end of the process does it too."""
@@ -552,6 +564,11 @@ class Parallel(nn.Module):
                 where=self._here(),
                 do="give the same values that are not tensors, or plan anew",
             )
+
+
+def _step_is_done(pm: Parallel | None) -> None:
+    if pm is not None and pm._gradients.syncing:
+        pm.__dict__["steps_done"] += 1
 
 
 def _constants(batch: object) -> dict[str, str]:

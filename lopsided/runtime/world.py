@@ -242,14 +242,29 @@ def these(ranks: Sequence[int]) -> str:
 
 def group_of(world: World, timeout_s: float = TIMEOUT_S) -> dist.ProcessGroup | None:
     """The group of those that take part; None for a bystander. All ranks call it."""
-    group = dist.new_group(list(world.ranks), timeout=timedelta(seconds=timeout_s), backend=world.backend)
+    group = lasting_group("work", world.ranks, world.backend, timeout_s)
     return group if world.takes_part else None
 
 
 def side_group(world: World, timeout_s: float = TIMEOUT_S) -> dist.ProcessGroup | None:
     """The same ranks on the CPU, for handshakes beside the work; None for a bystander. All ranks call it."""
-    group = dist.new_group(list(world.ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
+    group = lasting_group("side", world.ranks, "gloo", timeout_s)
     return group if world.takes_part else None
+
+
+def lasting_group(use: str, ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """A group for one use, made once and kept: its threads stay as long as the process. All ranks call it."""
+    global _lasting
+    default = dist.group.WORLD
+    if _lasting is None or _lasting[0] is not default:
+        _lasting = (default, {})
+    key = (use, tuple(ranks), backend, timeout_s)
+    if key not in _lasting[1]:
+        _lasting[1][key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
+    return _lasting[1][key]
+
+
+_lasting: tuple[object, dict[object, dist.ProcessGroup]] | None = None  # of which default group
 
 
 def default_store() -> Store:

@@ -392,7 +392,7 @@ def test_tuples_and_a_loss_of_ones_own(crews: Callable[[int], Crew]) -> None:
 def measured_first() -> tuple[float, tuple[str, ...]]:
     """No plan and no cluster: the devices are measured and a plan is made."""
     alone, model = net(), net()
-    pm = lopsided.parallelize(model, batch_of())
+    pm = lopsided.parallelize(model, batch_of(), measure_s=2)
     loss, expected = pm(**batch_of()), alone(**batch_of())
     loss.backward()
     expected.backward()
@@ -455,6 +455,7 @@ def refused(what: str) -> str:
         elif what == "nan":
             with torch.no_grad():
                 pm.get_parameter("norm.bias").fill_(float("nan"))
+            pm(**batch_of())  # on a GPU it is looked at in the next one
             pm(**batch_of())
         elif what == "model":
             smaller = net()

@@ -1,0 +1,238 @@
+"""The demonstration as a whole: start workers, measure, plan, race, compare.
+
+In: whether to be quick. Out: `Outcome`, plain data for the command line to print. The order of contestants is shuffled
+anew in every round, so that what else the machine does meets all of them; times are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lopsided.candidates import speed_dtype
+from lopsided.classics import STATE
+from lopsided.cluster import Cluster
+from lopsided.demo.contest import (
+    ALONE,
+    BY_SPEED,
+    EQUAL,
+    LOPSIDED,
+    Part,
+    Round,
+    Size,
+    Spent,
+    build,
+    enter,
+    leave,
+    run_round,
+    take_measure,
+)
+from lopsided.demo.setting import Setting, find_setting
+from lopsided.placement import Shares
+from lopsided.plan import Plan
+from lopsided.planfile import save_plan
+from lopsided.planner import plan
+from lopsided.processes import Crew
+
+SAME = 1e-4
+"""Losses that differ by no more than this part are the same training: the order of sums in float32 differs."""
+
+CONTESTANTS = (ALONE, EQUAL, BY_SPEED, LOPSIDED)
+_PREDICTED_AS = {ALONE: "single", EQUAL: "dp-ev", BY_SPEED: "dp-cp"}
+_QUICK_SIZE = Size(layers=2, width=128, heads=4, seq=32, batch=12)
+_START_S = 300.0
+
+Say = Callable[[str, str], object]  # what is going on, and how far it is
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much is done: seconds of measuring, rounds of so many steps, and seconds after which no round begins."""
+
+    measure_s: float
+    rounds: int
+    steps: int
+    most_s: float
+
+
+_FULL = Pace(measure_s=10.0, rounds=12, steps=3, most_s=75.0)
+_QUICK = Pace(measure_s=2.0, rounds=4, steps=2, most_s=30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Where a worker's step goes, in seconds. `communication_s` is for how long even who stands least stands."""
+
+    compute_s: float
+    optimizer_s: float
+    communication_s: float
+    waiting_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What became of a contestant. `workers` and `shares` have an entry for each that takes part in it, else None."""
+
+    name: str
+    predicted_s: float
+    rounds_s: tuple[float, ...]  # a step, in each round that counts
+    shares: tuple[float | None, ...]
+    workers: tuple[Busy | None, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def measured_s(self) -> float:
+        return statistics.median(self.rounds_s)
+
+    def faster_than(self, other: Entry) -> float:
+        """Round by round, since what disturbs one disturbs its neighbours."""
+        pairs = zip(other.rounds_s, self.rounds_s, strict=True)
+        return statistics.median(theirs / mine for theirs, mine in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All there is to tell."""
+
+    setting: Setting
+    cluster: Cluster
+    plan: Plan
+    parameters: int
+    stored: tuple[tuple[str, float], ...]  # "whole", "cut", "gathered": parts of all parameters
+    entries: tuple[Entry, ...]
+    steps: int
+    seconds: float
+
+    def __getitem__(self, name: str) -> Entry:
+        return next(entry for entry in self.entries if entry.name == name)
+
+    @property
+    def loss_difference(self) -> float:
+        """Between one worker alone and Lopsided, the largest of all steps, as a part of the loss."""
+        pairs = zip(self[ALONE].losses, self[LOPSIDED].losses, strict=True)
+        return max(abs(mine - theirs) / abs(theirs) for theirs, mine in pairs)
+
+
+def run_demo(*, quick: bool, say: Say) -> Outcome:
+    """All of it, in processes that are gone when it ends, however it ends."""
+    started = time.perf_counter()
+    setting, pace = find_setting(), _QUICK if quick else _FULL
+    if quick:
+        setting = replace(setting, size=_QUICK_SIZE)
+    size, devices = setting.size, setting.devices
+    say("starting", f"{len(devices)} workers")
+    with Crew(len(devices), cores=setting.cores, timeout_s=_START_S) as crew:
+        crew.run(leave)  # the first job is done when all have met
+        say("measuring", f"all {len(devices)} at once, for about {pace.measure_s:g} s")
+        cluster: Cluster = crew.run(take_measure, size, devices, pace.measure_s)[0]
+        say("planning", size.spec)
+        model, batch = build(size)
+        found = plan(model, batch, cluster)
+        path = str(Path(crew.folder) / "plan.json")
+        save_plan(found, path)
+        say("entering", "the same model for everyone")
+        rows = {EQUAL: _rows(size.batch, [1.0] * len(devices)), BY_SPEED: _rows(size.batch, _speeds(found))}
+        parts: list[Part] = crew.run(enter, size, devices, pace.rounds * pace.steps, rows, path)
+        rounds = _race(crew, pace, devices, say)
+    shares: dict[str, list[float | None]] = {name: [n / size.batch for n in cut] for name, cut in rows.items()}
+    shares[LOPSIDED] = [part.share if part.takes_part else None for part in parts]
+    shares[ALONE] = [1.0, *[None] * (len(devices) - 1)]
+    predicted = {b.name: b.step_s for b in found.baselines}
+    entries = tuple(
+        _entry(name, rounds, shares[name], predicted.get(_PREDICTED_AS.get(name, ""), found.step_s), pace.steps)
+        for name in CONTESTANTS
+    )
+    return Outcome(
+        setting,
+        cluster,
+        found,
+        sum(parameter.numel() for parameter in model.parameters()),
+        _stored(found),
+        entries,
+        len(rounds) * pace.steps,
+        time.perf_counter() - started,
+    )
+
+
+def _race(crew: Crew, pace: Pace, devices: tuple[str, ...], say: Say) -> list[list[Round]]:
+    """Of every round what every worker tells; the first, in which all is made that is made once, does not count."""
+    dice, order = random.Random(0), list(CONTESTANTS)
+    rounds: list[list[Round]] = []
+    until = time.perf_counter() + pace.most_s
+    while len(rounds) < pace.rounds and (len(rounds) < 2 or time.perf_counter() < until):
+        say("training", f"round {len(rounds) + 1} of {pace.rounds}, {pace.steps} steps of each contestant")
+        dice.shuffle(order)
+        rounds.append(crew.run(run_round, tuple(order), devices, pace.steps))
+    return rounds
+
+
+def _speeds(found: Plan) -> list[float]:
+    dtype = speed_dtype(found.graph)
+    return [kind.flops(dtype) for kind in found.cluster.kinds for _ in range(kind.devices)]
+
+
+def _rows(batch: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Rows of a batch for each worker, in proportion; at least one, for DDP can do nothing with none."""
+    shares = Shares(tuple(weight / sum(weights) for weight in weights))
+    rows = shares.cut(batch)
+    return rows if min(rows) else tuple(1 + more for more in shares.cut(batch - len(weights)))
+
+
+def _entry(
+    name: str, rounds: Sequence[Sequence[Round]], shares: Sequence[float | None], predicted_s: float, steps: int
+) -> Entry:
+    counted = rounds[1:]
+    takes_part = [share is not None for share in shares]
+    busy = [_busy([worker.spent[name] for worker in told], takes_part, steps) for told in counted]
+    workers: list[Busy | None] = []
+    for rank, taking in enumerate(takes_part):
+        mine = [one for told in busy if (one := told[rank]) is not None]
+        workers.append(_median(mine) if taking else None)
+    return Entry(
+        name,
+        predicted_s,
+        tuple(max(worker.spent[name].total_s for worker in told) / steps for told in counted),
+        tuple(shares),
+        tuple(workers),
+        tuple(loss for told in rounds for loss in told[0].losses[name]),
+    )
+
+
+def _busy(spent: Sequence[Spent], takes_part: Sequence[bool], steps: int) -> list[Busy | None]:
+    """One round. All stand while something is sent; who stands longer than the others waits for them."""
+    sent_s = min(one.waited_s for one, taking in zip(spent, takes_part, strict=True) if taking)
+    return [
+        Busy(
+            (one.total_s - one.optimizer_s - one.waited_s) / steps,
+            one.optimizer_s / steps,
+            sent_s / steps,
+            (one.waited_s - sent_s) / steps,
+        )
+        if taking
+        else None
+        for one, taking in zip(spent, takes_part, strict=True)
+    ]
+
+
+def _median(found: Sequence[Busy]) -> Busy:
+    return Busy(
+        statistics.median(one.compute_s for one in found),
+        statistics.median(one.optimizer_s for one in found),
+        statistics.median(one.communication_s for one in found),
+        statistics.median(one.waiting_s for one in found),
+    )
+
+
+def _stored(found: Plan) -> tuple[tuple[str, float], ...]:
+    """What part of all parameters is whole on every worker, cut where it is used, and gathered for use."""
+    placed = dict(found.program.leaves)
+    sizes = {"whole": 0, "cut": 0, "gathered": 0}
+    for leaf in found.graph.parameters:
+        at = placed[leaf.value.name]
+        sizes["whole" if not at.is_shard else "gathered" if at.by == STATE else "cut"] += leaf.value.elements
+    total = sum(sizes.values())
+    return tuple((how, elements / total) for how, elements in sizes.items())
