@@ -1,9 +1,9 @@
 """How fast a plan trains, and how well its memory was predicted. Writes results/runtime.json.
 
-python benchmarks/runtime.py [--cuda] [--quick] [--rounds 9] [--only equal,zero,alone,memory]
+python benchmarks/runtime.py [--cuda] [--quick] [--rounds 15] [--only equal,zero,alone,memory]
 
 Every case runs both subjects in the same processes, block after block in an order that is shuffled anew in each round.
-A block is a few whole steps: forward, backward, AdamW, zero_grad. What counts is the ratio of the two subjects within
+A block is one or a few whole steps: forward, backward, AdamW, zero_grad. What counts is the ratio of the two subjects within
 a round, and of these the median; the spread is that of the middle half. On a machine that does other things too, the
 ratio of processor seconds tells more; it is written beside.
 
@@ -69,7 +69,7 @@ class Case:
     kind: str
     model: str
     devices: int = DEVICES
-    steps: int = 2  # in a block
+    steps: int = 1  # in a block
     plan: str = ""  # what is planned, where that is not told by the kind
     note: str = ""
 
@@ -157,6 +157,7 @@ def subject(name: str, case: Case, plan: str, device: torch.device) -> Step:
     torch.manual_seed(0)
     model, batch = models.load(case.model)
     model.to(device)
+    batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
     rank, size = dist.get_rank(), dist.get_world_size()
     if name == OURS:
         ours = parallelize(model, batch, parse_plan(plan), device=device)
@@ -167,7 +168,7 @@ def subject(name: str, case: Case, plan: str, device: torch.device) -> Step:
     if case.kind == "memory":  # some plans do not cut the batch, or not it alone
         cut = Shares((1.0,)).cut
         rank = 0
-    rows = {key: _rows(tensor, cut, rank).to(device) for key, tensor in batch.items() if isinstance(tensor, Tensor)}
+    rows = {key: _rows(tensor, cut, rank) for key, tensor in batch.items() if isinstance(tensor, Tensor)}
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
 
     def step() -> Tensor:
@@ -345,7 +346,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda", action="store_true", help="processes that share one GPU")
     parser.add_argument("--quick", action="store_true", help="the first case of each kind, few rounds, nothing written")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default=",".join(KINDS), help="which kinds, with commas between")
     options = parser.parse_args()
     kinds = options.only.split(",")

@@ -1,4 +1,5 @@
-"""Write the generated docs: rules.md from the table, coverage.md, benchmarks.md and planning.md from benchmark results.
+"""Write the generated docs: rules.md from the table, coverage.md, benchmarks.md, planning.md and
+runtime-benchmarks.md from benchmark results.
 
 python docs/generate.py
 """
@@ -138,6 +139,58 @@ def planning_page(speed: dict[str, Any], quality: dict[str, Any]) -> str:
             *_quality(quality),
         ]
     )
+
+
+def runtime_page(cpu: dict[str, Any], cuda: dict[str, Any]) -> str:
+    return "\n".join(
+        [
+            NOTE,
+            "# Training: how fast a plan runs, and how well its memory was predicted\n",
+            "Both subjects run in the same processes, block after block in shuffled order. A ratio is the median over "
+            "rounds of ours to theirs within a round, with its middle half in parentheses; a step is forward, backward, "
+            "AdamW and zero_grad. Processor seconds, of all processes together, tell more where a machine does other "
+            "things too.\n",
+            f"FSDP2 here: {cpu['fsdp2']}.\n",
+            *_trained(cpu, "## On the CPU: processes of one thread each, over gloo\n"),
+            *_trained(cuda, f"## On a GPU: processes that share one {cuda['device']}, over gloo\n"),
+        ]
+    )
+
+
+def _trained(data: dict[str, Any], title: str) -> list[str]:
+    goals, met = data["goals"], data["met"]
+    against = {"equal": ("ddp", "data parallelism"), "zero": ("fsdp", "ZeRO"), "alone": ("plain", "one device")}
+    lines = [
+        title,
+        f"{_made_by(data)}; {data['rounds']} rounds. Goals: at most {goals['equal']}× of DistributedDataParallel "
+        f"({_met(met['equal'])}), at most {goals['zero']}× of FSDP2 ({_met(met['zero'])}), at most {goals['alone']}× "
+        f"of the plain model ({_met(met['alone'])}), memory within {goals['memory']:.0%} ({_met(met['memory'])}).\n",
+        "| plan | model | processes | against | its step | ours | ratio | processor |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, (peer, said) in against.items():
+        for row in data[kind]:
+            head = f"| {said} | `{row['model']}` | {row['devices']} | {peer} "
+            if "error" in row:
+                lines.append(f"{head}| {row['error']} | | | |")
+                continue
+            (low, high), middle = row["middle_half"], row["median_s"]
+            lines.append(
+                f"{head}| {_seconds(middle[peer])} | {_seconds(middle['lopsided'])} "
+                f"| {row['ratio']:.3f} ({low:.3f} to {high:.3f}) | {row['cpu_ratio']:.3f} |"
+            )
+    lines += ["", "| plan | model | work shares | most held, MiB | predicted | worst |", "|---|---|---|---|---|---|"]
+    for row in data["memory"]:
+        head = f"| {row['plan']} | `{row['model']}` "
+        if "error" in row:
+            lines.append(f"{head}| | {row['error']} | | |")
+            continue
+        shares = ", ".join(f"{share:.2f}" for share in row["shares"])
+        measured, predicted = (
+            ", ".join(f"{size / 2**20:.0f}" for size in row[key]) for key in ("measured_bytes", "predicted_bytes")
+        )
+        lines.append(f"{head}| {shares} | {measured} | {predicted} | {row['worst']:+.1%} |")
+    return [*lines, ""]
 
 
 def _made_by(data: dict[str, Any]) -> str:
@@ -339,6 +392,7 @@ PAGES: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
     ("coverage", coverage_page, ("coverage",)),
     ("benchmarks", benchmarks_page, ("algebra",)),
     ("planning", planning_page, ("planner", "quality")),
+    ("runtime-benchmarks", runtime_page, ("runtime", "runtime-cuda")),
 )
 
 if __name__ == "__main__":

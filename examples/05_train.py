@@ -46,7 +46,8 @@ def main(folder: str) -> None:
             print(f"epoch {epoch}: loss {loss.item():.3f}")
     lopsided.save_checkpoint(pm, optimizer, folder, loader=batches)
     if pm.world.rank == 0:
-        shares = ", ".join(f"{device} {share:.0%}" for device, share in zip(pm.plan.devices, pm.plan.shares))
+        each = zip(pm.plan.devices, pm.plan.shares, strict=True)
+        shares = ", ".join(f"{device} {share:.0%}" for device, share in each)
         print(f"step {pm.steps_done} saved; shares: {shares}")
 
 

@@ -330,7 +330,7 @@ def verify_command(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run random programs on unequal imaginary devices and compare loss and gradients with one device."""
+    """Run random programs, or a plan, on imaginary devices or real processes and compare with one device."""
     if plan_file and (shares or devices or programs):
         given = "--shares" if shares else "--devices" if devices else "--programs"
         raise InputError("a plan has shares and a program of its own", where=given, do="leave it out, or --plan")

@@ -130,9 +130,3 @@ def test_no_scalar_is_refused_with_advice(tmp_path: Path) -> None:
 
 def test_verbose_shows_the_traceback() -> None:
     assert "Traceback" in lopsided("verify", "brett", "-v").stderr
-
-
-def test_demo_runs() -> None:
-    done = lopsided("demo")
-    assert done.returncode == 0, done.stderr
-    assert "the same" in done.stdout

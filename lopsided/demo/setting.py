@@ -20,7 +20,7 @@ from lopsided.demo.contest import Size
 _MOST_GPUS = 8
 _WORKERS = 3
 # Few samples a step, so that what is sent and what the optimizer does matter beside what is computed.
-_ON_CORES = Size(layers=2, width=640, heads=20, seq=32, batch=12)
+_ON_CORES = Size(layers=2, width=768, heads=24, seq=16, batch=12)
 _ON_GPUS = Size(layers=4, width=768, heads=12, seq=256, batch=96)
 
 

@@ -87,9 +87,10 @@ def parallelize(
 ) -> Parallel:
     """`model` on the processes of this world, one a device, by `plan` (a file or a `Plan`).
 
-    Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s`. The batch is an example of the
-    global batch, all devices together; only its shapes matter. A model built on `meta` is initialised piece by piece,
-    by `init(module)` or by the modules' own ways. `check_every` so many steps replicas are compared; 0 for never.
+    Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s`. The batch is an
+    example of the global batch, all devices together; only its shapes matter. A model built on `meta` is initialised
+    piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
+    for never.
     """
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     progress("capturing the model")

@@ -136,7 +136,16 @@ def jobs_at_large(
     ]
     for k in range(programs):
         own = fractions if k % 2 == 0 else Shares(random_shares(processes, state))
-        jobs.append(_step(f"{programs} random programs", subject, random_program(book, state), own, k % 4 > 1, where))
+        jobs.append(
+            _step(
+                f"{programs} random program{'s' if programs > 1 else ''}",
+                subject,
+                random_program(book, state),
+                own,
+                k % 4 > 1,
+                where,
+            )
+        )
     return jobs
 
 

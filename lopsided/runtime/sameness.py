@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lopsided.capture import flatten_batch
@@ -103,7 +104,12 @@ def compare_training(
     # Convolutions on a GPU round to 10 bits unless told otherwise, which is another matter.
     exact, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
     for _ in range(steps):
-        one = _step_alone(whole, alone, batch, theirs, seed, max_norm)
+        # Once for all, on rank 0: the processes may share few cores.
+        told = torch.zeros((), dtype=torch.float64)
+        if world.rank == 0:
+            told.fill_(_step_alone(whole, alone, batch, theirs, seed, max_norm))
+        dist.broadcast(told, 0)
+        one = told.item()
         if not math.isfinite(one):
             break  # there is nothing to compare with: the curves end here
         expected.append(one)

@@ -115,10 +115,9 @@ def step(runs: list[Run]) -> list[tuple[float, str]]:
     return found
 
 
-def training(run: Run, steps: int, max_norm: float) -> tuple[float, tuple[float, ...]]:
+def training(run: Run, steps: int, max_norm: float) -> Sameness:
     plan = parsed(run)
-    same = compare_training(*model_of(run.spec), plan, meet(plan), steps=steps, max_norm=max_norm)
-    return same.curve_error, same.curve
+    return compare_training(*model_of(run.spec), plan, meet(plan), steps=steps, max_norm=max_norm)
 
 
 def parallel_of(run: Run) -> Parallel:
