@@ -3,9 +3,9 @@
 python benchmarks/runtime.py [--cuda] [--quick] [--rounds 15] [--only equal,zero,alone,memory]
 
 Every case runs both subjects in the same processes, block after block in an order that is shuffled anew in each round.
-A block is one or a few whole steps: forward, backward, AdamW, zero_grad. What counts is the ratio of the two subjects within
-a round, and of these the median; the spread is that of the middle half. On a machine that does other things too, the
-ratio of processor seconds tells more; it is written beside.
+A block is one or a few whole steps: forward, backward, AdamW, zero_grad. What counts is the ratio of the two subjects
+within a round, and of these the median; the spread is that of the middle half. On a machine that does other things too,
+the ratio of processor seconds tells more; it is written beside.
 
     equal    a data-parallel plan with equal shares       against `DistributedDataParallel`, as it comes
     zero     the same, stored cut and gathered again      against FSDP2: `fully_shard` on every layer and on the whole

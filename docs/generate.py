@@ -147,9 +147,9 @@ def runtime_page(cpu: dict[str, Any], cuda: dict[str, Any]) -> str:
             NOTE,
             "# Training: how fast a plan runs, and how well its memory was predicted\n",
             "Both subjects run in the same processes, block after block in shuffled order. A ratio is the median over "
-            "rounds of ours to theirs within a round, with its middle half in parentheses; a step is forward, backward, "
-            "AdamW and zero_grad. Processor seconds, of all processes together, tell more where a machine does other "
-            "things too.\n",
+            "rounds of ours to theirs within a round, with its middle half in parentheses; a step is forward, "
+            "backward, AdamW and zero_grad. Processor seconds, of all processes together, tell more where a machine "
+            "does other things too.\n",
             f"FSDP2 here: {cpu['fsdp2']}.\n",
             *_trained(cpu, "## On the CPU: processes of one thread each, over gloo\n"),
             *_trained(cuda, f"## On a GPU: processes that share one {cuda['device']}, over gloo\n"),
@@ -165,6 +165,7 @@ def _trained(data: dict[str, Any], title: str) -> list[str]:
         f"{_made_by(data)}; {data['rounds']} rounds. Goals: at most {goals['equal']}× of DistributedDataParallel "
         f"({_met(met['equal'])}), at most {goals['zero']}× of FSDP2 ({_met(met['zero'])}), at most {goals['alone']}× "
         f"of the plain model ({_met(met['alone'])}), memory within {goals['memory']:.0%} ({_met(met['memory'])}).\n",
+        *([f"{data['note']}\n"] if "note" in data else []),
         "| plan | model | processes | against | its step | ours | ratio | processor |",
         "|---|---|---|---|---|---|---|---|",
     ]

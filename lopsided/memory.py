@@ -13,6 +13,8 @@ In: a `Program` and an `Optimizer`. Out: `Holding`s, bytes that are either whole
     gathered copies             of parameters: all of them until the backward pass, or,
                                 regathered, the largest two at once; of a checkpointed
                                 region all, but of one region at a time                    `_gathered`
+    waiting                     gradients of gathered parameters, whole, until a bucket of
+                                them is full                                               `_waiting`
     working                     of the largest step: operands and results that are not
                                 held anyway, and their gradients                           `_working`
 
@@ -27,7 +29,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy as twin
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lopsided.cluster import Kind
 from lopsided.cost import Cut, Optimizer, Scale, collective_of, cut_of, rule_cut
@@ -35,13 +37,14 @@ from lopsided.errors import DoesNotFitError
 from lopsided.graph import DTYPES, Graph, Leaf, Node, Saved, signature
 from lopsided.notation import Rule
 from lopsided.ops.op import Call
-from lopsided.placement import I, Placement
+from lopsided.placement import I, Placement, R
 from lopsided.program import Program, Step
 from lopsided.recompute import reruns
 from lopsided.schedule import GATHERS_AT_ONCE
+from lopsided.timeline import BUCKET_BYTES
 from lopsided.work import work_of
 
-USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "gathered", "working")
+USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "gathered", "waiting", "working")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ def holdings(
     for leaf in program.graph.leaves:
         found += stored(leaf, placed[leaf.value.name], optimizer)
     found += _gathered(program, regather)
+    found += _waiting(program)
     found += _saved(program, copies)
     found += _working(program, copies, placed, 1 / devices)
     return tuple(found)
@@ -114,6 +118,14 @@ def bytes_per_kind(held: Sequence[Holding], scale: Scale) -> tuple[int, ...]:
         totals[holding.cut] = totals.get(holding.cut, 0) + holding.bytes
     parts = [(size, scale.fractions(cut)) for cut, size in totals.items()]
     return tuple(round(sum(size * fractions[k] for size, fractions in parts)) for k in range(len(scale.cluster.kinds)))
+
+
+def _waiting(program: Program) -> Iterator[Holding]:
+    """Gradients of whole copies wait for each other, before they are summed and cut."""
+    trained = {leaf.value.name for leaf in program.graph.parameters if leaf.value.grad}
+    copies = (v for v, source, to in program.conversions() if v.name in trained and source.is_shard and to == R)
+    if size := min(sum(value.bytes for value in copies), BUCKET_BYTES):
+        yield Holding("gradients in a bucket", "waiting", size, None)
 
 
 # Whose memory it is
@@ -215,9 +227,11 @@ def _views(graph: Graph) -> frozenset[str]:
 def _kept(node: Node) -> Saved:
     """What a node keeps on the devices it is planned for.
 
-    Capture saw kernels of the CPU, and there attention with dropout keeps its scores. Flash and memory-efficient
-    attention keep operands, result, and a number a row.
+    Capture saw kernels of the CPU, and there attention with dropout keeps its scores, and dropout a mask of numbers.
+    Flash and memory-efficient attention keep operands, result, and a number a row; dropout on a GPU a mask of bytes.
     """
+    if node.op.startswith("aten.dropout.") and node.saved.extra_bytes:
+        return replace(node.saved, extra_bytes=node.results[0].elements)
     if node.saved == Saved() or not node.op.startswith("aten.scaled_dot_product_attention."):
         return node.saved
     out = node.results[0]

@@ -7,9 +7,11 @@ anew in every round, so that what else the machine does meets all of them; times
 from __future__ import annotations
 
 import random
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,7 +46,7 @@ SAME = 1e-4
 CONTESTANTS = (ALONE, EQUAL, BY_SPEED, LOPSIDED)
 _PREDICTED_AS = {ALONE: "single", EQUAL: "dp-ev", BY_SPEED: "dp-cp"}
 _QUICK_SIZE = Size(layers=2, width=128, heads=4, seq=32, batch=12)
-_START_S = 300.0
+_PATIENCE_S = 300.0
 
 Say = Callable[[str, str], object]  # what is going on, and how far it is
 
@@ -125,7 +127,9 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
         setting = replace(setting, size=_QUICK_SIZE)
     size, devices = setting.size, setting.devices
     say("starting", f"{len(devices)} workers")
-    with Crew(len(devices), cores=setting.cores, timeout_s=_START_S) as crew:
+    with _deaf_to_interrupts():
+        starting = Crew(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S)
+    with starting as crew:
         crew.run(leave)  # the first job is done when all have met
         say("measuring", f"all {len(devices)} at once, for about {pace.measure_s:g} s")
         cluster: Cluster = crew.run(take_measure, size, devices, pace.measure_s)[0]
@@ -156,6 +160,16 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
         len(rounds) * pace.steps,
         time.perf_counter() - started,
     )
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes that are started in here do not hear Ctrl-C: it is for the parent, which ends them without a word."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _race(crew: Crew, pace: Pace, devices: tuple[str, ...], say: Say) -> list[list[Round]]:

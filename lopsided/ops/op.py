@@ -11,7 +11,7 @@ the generators of all devices in step; the runtime drives one and does real coll
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -29,12 +29,19 @@ class Call:
 
     node: Node
     operands: tuple[Value, ...]
+    # A call is asked for its arguments wherever it is run: they are looked up once.
+    _given: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def arg(self, name: str) -> Any:
         """The argument of this name in the op's schema, or its default."""
         return self.given().get(name)
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Mapping[str, Any]:
+        if not self._given:
+            self._given.update(self._looked_up())
+        return self._given
+
+    def _looked_up(self) -> dict[str, Any]:
         overload = aten_overload(self.node.op)
         if overload is None:
             return dict(self.node.kwargs)

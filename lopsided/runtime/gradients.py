@@ -10,7 +10,7 @@ arrive in the same order on every device, and buckets can be filled as they come
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from lopsided.runtime.exchange import Exchange, Layout
 from lopsided.runtime.wire import Handle
 from lopsided.timeline import BUCKET_BYTES
+
+SCATTERS_AT_ONCE = 2
+"""How many buckets of gradients that end up cut are on their way at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,12 @@ class Gradients:
     def __init__(self, exchange: Exchange, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.exchange, self.bucket_bytes = exchange, bucket_bytes
         self.syncing = True
-        self.waited_s = 0.0
         self.on_finish: Callable[[], None] = lambda: None
         self._filling: dict[tuple[bool, torch.dtype], _Bucket] = {}
-        self._sent: list[tuple[Handle, list[Synced]]] = []
+        self._sent: list[tuple[Handle, list[Synced]]] = []  # not yet handed out, the oldest first
         self._kept: dict[Synced, Tensor] = {}  # local sums of passes that were not synchronised
         self._begun = False
+        self._memory = _BucketMemory()
 
     @property
     def has_kept(self) -> bool:
@@ -89,10 +92,14 @@ class Gradients:
         what = f"gradient of {named[0].name}{more}"
         layouts = [synced.layout for synced in named if synced.layout is not None]
         if layouts:
+            # What is sent is as large as whole parameters, which nobody should have to hold all at once.
+            while len(self._sent) >= SCATTERS_AT_ONCE:
+                self._hand_out(*self._sent.pop(0))
             handle = self.exchange.start_scatter(tensors, layouts, what)
         else:
             # A copy in any case: what autograd hands over may be shared with others.
-            flat = torch.cat([gradient.reshape(-1) for gradient in tensors])
+            flat = self._memory.take(sum(gradient.numel() for gradient in tensors), tensors[0])
+            torch.cat([gradient.reshape(-1) for gradient in tensors], out=flat)
             handle = self.exchange.wire.all_reduce(flat, what=what)
         self._sent.append((handle, named))
 
@@ -105,13 +112,39 @@ class Gradients:
         for bucket in self._filling.values():
             self._send(bucket)
         self._filling = {}
-        sent, self._sent = self._sent, []
-        for handle, named in sent:
-            flat = handle.wait()
-            sizes = [synced.parameter.numel() for synced in named]
-            for synced, run in zip(named, flat.split(sizes), strict=True):
-                accumulate(synced.parameter, run.view(synced.parameter.shape))
+        while self._sent:
+            self._hand_out(*self._sent.pop(0))
         self.on_finish()
+
+    def _hand_out(self, handle: Handle, named: Sequence[Synced]) -> None:
+        sizes = [synced.parameter.numel() for synced in named]
+        for synced, run in zip(named, handle.wait().split(sizes), strict=True):
+            accumulate(synced.parameter, run.view(synced.parameter.shape))
+
+
+class _BucketMemory:
+    """Memory of buckets from step to step: fresh pages would have to be mapped and cleared in every step.
+
+    A bucket is filled again when nobody else holds its memory: when the gradients that are views of it are gone.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, count: int, like: Tensor) -> Tensor:
+        made = self._made.setdefault((count, like.dtype), [])
+        for flat in made:
+            if _holders(flat) == _OURS_ALONE:
+                return flat
+        made.append(torch.empty(count, dtype=like.dtype, device=like.device))
+        return made[-1]
+
+
+def _holders(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_OURS_ALONE = _holders(torch.empty(1))
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:

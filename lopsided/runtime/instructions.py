@@ -14,7 +14,7 @@ A slot holds what a device has of one value in one placement, and is emptied aft
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +28,9 @@ from lopsided.runtime.exchange import Exchange, Shape
 from lopsided.runtime.gathering import Before, Gatherer, Regathered, Wanted
 from lopsided.runtime.gradients import CopyOfPieces, CopyOfWhole, Gradients, Synced
 from lopsided.runtime.op import AnyRandomness, RunOp, connected
-from lopsided.runtime.randomness import Randomness
+from lopsided.runtime.randomness import Randomness, streams_of
 
 Slots = list[Any]  # Tensor or None
-_NOTHING_AROUND: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(slots=True)
@@ -152,13 +151,10 @@ class Compute(Instruction):
     def run(self, slots: Slots, this: Pass) -> None:
         operands = [slots[k] for k in self.operands]
         kept = this.regathered if self.saves_copies else None
-        with surroundings(self.context) if self.context is not None else _NOTHING_AROUND:
-            if kept is not None:
-                with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-                    made = self.op(operands)
-            else:
-                made = self.op(operands)
-        differentiable = torch.is_grad_enabled() and (self.context is None or self.context.grad)
+        if kept is None and self.context is None:
+            made, differentiable = self.op(operands), torch.is_grad_enabled()
+        else:
+            made, differentiable = self._surrounded(operands, kept)
         for slot, has_gradient, result in zip(self.results, self.has_gradient, made, strict=True):
             if has_gradient and differentiable:
                 if not result.requires_grad:
@@ -169,6 +165,15 @@ class Compute(Instruction):
         if this.regathered is not None:
             for slot in self.gathered:
                 this.regathered.unwatch(slots[slot])
+
+    def _surrounded(self, operands: list[Tensor], kept: Regathered | None) -> tuple[list[Tensor], bool]:
+        """In its own context, with what it saves of gathered copies replaced by notes."""
+        with ExitStack() as stack:
+            if self.context is not None:
+                stack.enter_context(surroundings(self.context))
+            if kept is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack))
+            return self.op(operands), torch.is_grad_enabled()
 
 
 def run_all(instructions: Sequence[Instruction], slots: Slots, this: Pass) -> None:
@@ -246,7 +251,7 @@ class _Again(torch.autograd.Function):
             region.random.set_state(state)
         stored = {one.stored: slots[one.stored] for bucket in region.gathers for one in bucket}
         gatherer = Gatherer(region.exchange, region.gathers, stored.__getitem__)
-        with torch.enable_grad(), surroundings(region.context):
+        with torch.enable_grad(), surroundings(region.context), streams_of(region.random):
             gatherer.begin()
             run_all(region.inside, slots, Pass(gatherer, None))
         if now is not None:

@@ -23,6 +23,7 @@ from lopsided.imaginary import SeededRandomness, implementation_of, is_nothing, 
 from lopsided.notation import Rule
 from lopsided.ops import describe
 from lopsided.ops.op import Ask, Call, Local
+from lopsided.ops.views import expand_to_local_shape, to_local_shape
 from lopsided.placement import Placement
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.factors import ByFactors
@@ -38,6 +39,9 @@ class Op:
 
     def __init__(self, call: Call, rule: Rule, exchange: Exchange, random: AnyRandomness, device: torch.device) -> None:
         self.call, self.rule, self.exchange, self.random, self.device = call, rule, exchange, random, device
+        self.pieces = rule_pieces(call, rule, exchange.shares)
+        placed = zip(rule.gives, call.node.results, strict=True)
+        self.shapes = tuple(give.local_shape(value.shape, self.pieces, exchange.rank) for give, value in placed)
         self.run = self._prepared()
 
     def _prepared(self) -> RunOp:
@@ -53,6 +57,10 @@ class Op:
         draws = _draws(call)
         if not draws and (implementation is Local.run or not _changes(rule)):
             return prepared_call(call.node, self.device)
+        if not draws and implementation in (to_local_shape, expand_to_local_shape):
+            # Most of what has an implementation of its own: all that it needs is known.
+            shape, expands = self.shapes[0], implementation is expand_to_local_shape
+            return lambda operands: [operands[0].expand(shape) if expands else operands[0].reshape(shape)]
         if not draws:
             return lambda operands: _listed(implementation(self._local(operands)))
         own = bool(blank.pieces)
@@ -72,17 +80,13 @@ class Op:
         return found
 
     def _local(self, operands: Operands) -> Local:
-        pieces = rule_pieces(self.call, self.rule, self.exchange.shares)
-        rank = self.exchange.rank
-        placed = zip(self.rule.gives, self.call.node.results, strict=True)
-        shapes = tuple(give.local_shape(value.shape, pieces, rank) for give, value in placed)
-        return Local(self.call, self.rule, tuple(operands), shapes, rank, pieces, self.random)
+        return Local(self.call, self.rule, tuple(operands), self.shapes, self.exchange.rank, self.pieces, self.random)
 
     def _drawn(self, plain: RunOp, operands: Operands, own: bool) -> list[Tensor]:
         if isinstance(self.random, SeededRandomness):
             return plain(operands)
-        with self.random.stream(own=own):
-            return plain(operands)
+        self.random.draw_from(own=own)
+        return plain(operands)
 
     def _seeded(self, implementation: Callable[[Local], Any], operands: Operands, own: bool) -> Any:
         """As the simulator draws, so that a run can be compared with one device."""
@@ -166,6 +170,9 @@ def prepared_call(node: Node, device: torch.device) -> RunOp:
     named = [(name, arg) for name, arg in kwargs.items() if _has_operand(arg)]
     if not named and all(isinstance(arg, _Operand) for _, arg in positional):
         order = [(place, arg.number) for place, arg in positional]
+        if order == [(k, k) for k in range(len(order))]:
+            rest = args[len(order) :]
+            return lambda operands: _listed(function(*operands, *rest, **kwargs))
 
         def simple(operands: Operands) -> list[Tensor]:
             filled = args.copy()
@@ -209,7 +216,7 @@ class _Nothing(torch.autograd.Function):
     def forward(ctx: Any, op: Op, count: int, *operands: Tensor) -> Any:
         ctx.about = [(t.shape, t.dtype, t.device) for t in operands]
         made = []
-        for shape, value in zip(op._local(()).shapes, op.call.node.results, strict=True):
+        for shape, value in zip(op.shapes, op.call.node.results, strict=True):
             result = torch.zeros(shape, dtype=value.torch_dtype, device=op.device)
             made.append(result)
         ctx.mark_non_differentiable(*(t for t in made if not t.dtype.is_floating_point and not t.is_complex()))

@@ -251,6 +251,7 @@ class Parallel(nn.Module):
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self._last_loss: Tensor | None = None
         self._last_own: Tensor | None = None
+        self._told: torch.cuda.Event | None = None  # behind which the last loss is on the host
         if self.wire is not None:
             self._exchange = Exchange(self.wire, self.shares, network)
             self._gradients = Gradients(self._exchange)
@@ -504,13 +505,23 @@ class Parallel(nn.Module):
     # What can be wrong with a loss
 
     def _remember(self, loss: Tensor, own: Tensor) -> None:
-        self._last_loss, self._last_own = loss.detach(), own
         if loss.device.type == "cpu":
+            self._last_loss, self._last_own = loss.detach(), own
             self._check_last_loss()
+            return
+        # To the host behind the forward pass. Asked for later it would have to wait for all that is queued by then, and
+        # the device would stand still between two steps.
+        both = torch.stack((loss.detach().reshape(()).double(), own.reshape(-1).double().sum()))
+        told = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(both, non_blocking=True)
+        self._last_loss, self._last_own = told[0], told[1]
+        self._told = torch.cuda.current_stream(loss.device).record_event()
 
     def _check_last_loss(self) -> None:
         """A loss that is no number ends the run; on a GPU it is looked at one step later, to not wait for it."""
         loss, own = self._last_loss, self._last_own
+        if self._told is not None:
+            self._told.synchronize()
+            self._told = None
         self._last_loss = self._last_own = None
         if loss is None or own is None or bool(loss.isfinite().all()):
             return

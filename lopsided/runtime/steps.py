@@ -24,6 +24,7 @@ from lopsided.runtime.gathering import Gatherer, Regathered, Wanted, in_buckets
 from lopsided.runtime.gradients import Gradients, Synced
 from lopsided.runtime.instructions import Compute, Convert, Gather, Instruction, Pass, Region, Slots, Whole, run_all
 from lopsided.runtime.op import AnyRandomness, Op
+from lopsided.runtime.randomness import streams_of
 from lopsided.schedule import regathered
 
 
@@ -42,7 +43,7 @@ class Steps:
         regather: bool = False,
     ) -> None:
         compiler = _Compiler(program, exchange, gradients, random, parameters, device, regather=regather)
-        self.exchange = exchange
+        self.exchange, self.random = exchange, random
         self.instructions = compiler.instructions()
         self.count = len(compiler.slots)
         self.leaves = {name: compiler.slots[name, placement] for name, placement in program.leaves}
@@ -62,7 +63,7 @@ class Steps:
         for name, tensor in leaves.items():
             slots[self.leaves[name]] = tensor
         this = self._begin(slots)
-        with surroundings(self.context):
+        with surroundings(self.context), streams_of(self.random):
             run_all(self.instructions, slots, this)
         updates = {buffer: slots[slot].detach() for buffer, slot in self.updates}
         return slots[self.loss], updates, slots[self.own_loss].detach()

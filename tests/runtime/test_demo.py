@@ -20,6 +20,10 @@ DEMO = [sys.executable, "-m", "lopsided", "demo", "--quick", "--json"]
 THREE = ("ddp-equal", "ddp-by-speed", "lopsided")
 
 
+def started() -> subprocess.Popen[str]:
+    return subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
 def of_session(session: int) -> list[int]:
     """Processes that are not done yet."""
     found = []
@@ -43,8 +47,8 @@ def gone(session: int, within_s: float = 20.0) -> bool:
 
 
 def test_demo_tells_the_truth_about_all_contestants() -> None:
-    demo = subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    told, said = demo.communicate(timeout=300)
+    with started() as demo:
+        told, said = demo.communicate(timeout=300)
     assert demo.returncode == 0, said
     assert gone(demo.pid)
     found = json.loads(told)
@@ -61,12 +65,12 @@ def test_demo_tells_the_truth_about_all_contestants() -> None:
 
 
 def test_demo_interrupted_leaves_nobody_behind() -> None:
-    demo = subprocess.Popen(DEMO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    until = time.monotonic() + 120
-    while len(of_session(demo.pid)) < 5 and time.monotonic() < until:
-        time.sleep(0.1)
-    os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
-    _, said = demo.communicate(timeout=60)
+    with started() as demo:
+        until = time.monotonic() + 120
+        while len(of_session(demo.pid)) < 5 and time.monotonic() < until:  # the parent, its helpers, and workers
+            time.sleep(0.1)
+        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
+        _, said = demo.communicate(timeout=60)
     assert demo.returncode == 130
     assert "interrupted" in said
     assert "Traceback" not in said
