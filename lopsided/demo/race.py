@@ -11,8 +11,9 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from lopsided.candidates import speed_dtype
@@ -127,9 +128,9 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
         setting = replace(setting, size=_QUICK_SIZE)
     size, devices = setting.size, setting.devices
     say("starting", f"{len(devices)} workers")
-    with _deaf_to_interrupts():
-        starting = Crew(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S)
-    with starting as crew:
+    with ExitStack() as until_the_end:
+        with _deaf_to_interrupts():
+            crew = until_the_end.enter_context(Crew(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S))
         crew.run(leave)  # the first job is done when all have met
         say("measuring", f"all {len(devices)} at once, for about {pace.measure_s:g} s")
         cluster: Cluster = crew.run(take_measure, size, devices, pace.measure_s)[0]
@@ -165,6 +166,7 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
     """Processes that are started in here do not hear Ctrl-C: it is for the parent, which ends them without a word."""
+    resource_tracker.ensure_running()  # started later, it would undo this
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -59,6 +59,7 @@ from lopsided.runtime.world import (
     share_plan,
     side_group,
 )
+from lopsided.timeline import BUCKET_BYTES
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""
@@ -82,6 +83,7 @@ def parallelize(
     seed: int | None = None,
     timeout_s: float = TIMEOUT_S,
     check_every: int = CHECK_EVERY,
+    bucket_bytes: int = BUCKET_BYTES,
     measure_s: float = 20.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Parallel:
@@ -90,7 +92,7 @@ def parallelize(
     Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s`. The batch is an
     example of the global batch, all devices together; only its shapes matter. A model built on `meta` is initialised
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
-    for never.
+    for never. Gradients and gathered parameters are sent `bucket_bytes` at a time.
     """
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     progress("capturing the model")
@@ -113,6 +115,7 @@ def parallelize(
         seed=int(share_plan(str(torch.initial_seed() if seed is None else seed))) % 2**62,
         timeout_s=timeout_s,
         check_every=check_every,
+        bucket_bytes=bucket_bytes,
     )
 
 
@@ -226,6 +229,7 @@ class Parallel(nn.Module):
         seed: int = 0,
         timeout_s: float = TIMEOUT_S,
         check_every: int = CHECK_EVERY,
+        bucket_bytes: int = BUCKET_BYTES,
         randomness: AnyRandomness | None = None,
     ) -> None:
         super().__init__()
@@ -254,7 +258,7 @@ class Parallel(nn.Module):
         self._told: torch.cuda.Event | None = None  # behind which the last loss is on the host
         if self.wire is not None:
             self._exchange = Exchange(self.wire, self.shares, network)
-            self._gradients = Gradients(self._exchange)
+            self._gradients = Gradients(self._exchange, bucket_bytes)
             # Weakly: a module that nobody needs is gone at once, and its watch with it.
             this = weakref.ref(self)
             self._gradients.on_finish = lambda: _step_is_done(this())
@@ -447,6 +451,7 @@ class Parallel(nn.Module):
                 self._stored,
                 self.world.device,
                 regather=self.plan.regather,
+                bucket_bytes=self._gradients.bucket_bytes,
             )
         return self._modes[mode], self._programs[mode]
 

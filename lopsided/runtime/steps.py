@@ -26,6 +26,7 @@ from lopsided.runtime.instructions import Compute, Convert, Gather, Instruction,
 from lopsided.runtime.op import AnyRandomness, Op
 from lopsided.runtime.randomness import streams_of
 from lopsided.schedule import regathered
+from lopsided.timeline import BUCKET_BYTES
 
 
 class Steps:
@@ -41,8 +42,11 @@ class Steps:
         device: torch.device,
         *,
         regather: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        compiler = _Compiler(program, exchange, gradients, random, parameters, device, regather=regather)
+        compiler = _Compiler(
+            program, exchange, gradients, random, parameters, device, regather=regather, bucket_bytes=bucket_bytes
+        )
         self.exchange, self.random = exchange, random
         self.instructions = compiler.instructions()
         self.count = len(compiler.slots)
@@ -92,7 +96,9 @@ class _Compiler:
         device: torch.device,
         *,
         regather: bool,
+        bucket_bytes: int,
     ) -> None:
+        self.bucket_bytes = bucket_bytes
         self.program, self.exchange, self.gradients, self.random = program, exchange, gradients, random
         self.parameters, self.device, self.regather = parameters, device, regather
         self.targets = {leaf.value.name: leaf.target for leaf in program.graph.parameters}
@@ -190,7 +196,7 @@ class _Compiler:
         copies = {copy for compute in computes for copy in compute.again}
         for compute in computes:
             compute.saves_copies = not copies.isdisjoint(compute.operands)
-        return in_buckets([[self.wanted[copy] for copy in c.again] for c in reversed(computes)])
+        return in_buckets([[self.wanted[copy] for copy in c.again] for c in reversed(computes)], self.bucket_bytes)
 
     def gathers(self, made: Sequence[Instruction]) -> list[list[Wanted]]:
         """The copies that these instructions gather, in buckets, in the order of their consumers."""
@@ -200,7 +206,7 @@ class _Compiler:
                 consumers[-1].append(instruction.wanted)
             elif isinstance(instruction, Compute):
                 consumers.append([])
-        return in_buckets(consumers)
+        return in_buckets(consumers, self.bucket_bytes)
 
     def _free(self, made: Sequence[Instruction], keep: set[int]) -> None:
         """Note at each instruction the slots that it is the last to use, or that nobody uses."""

@@ -77,10 +77,11 @@ def planned(model: nn.Module, kind: str = "dp", shares: Shares = THREE) -> Plan:
     return plan_of(program, shares, regather=kind == "zero-again")
 
 
-def both(kind: str = "dp", shares: Shares = THREE, **how: object) -> tuple[Net, Parallel]:
-    """The model on one device, and the same on all."""
+def both(kind: str = "dp", shares: Shares = THREE, *, bucket_bytes: int = 800, **how: object) -> tuple[Net, Parallel]:
+    """The model on one device, and the same on all; with small buckets, so that there are several."""
     alone, model = net(**how), net(**how)
-    return alone, lopsided.parallelize(model, batch_of(), plan=planned(model, kind, shares))
+    plan = planned(model, kind, shares)
+    return alone, lopsided.parallelize(model, batch_of(), plan=plan, bucket_bytes=bucket_bytes)
 
 
 def gap(pm: Parallel, alone: nn.Module, *, gradients: bool = True) -> float:
