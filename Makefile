@@ -27,6 +27,7 @@ format: $(READY)
 bench: $(READY)
 	@$(BIN)/python benchmarks/algebra.py
 	@$(BIN)/python benchmarks/planner.py
+	@$(BIN)/python benchmarks/runtime.py
 
 docs: $(READY)
 	@$(BIN)/python docs/generate.py

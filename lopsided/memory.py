@@ -49,12 +49,16 @@ USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Bytes of the whole tensor that a device holds: all of them, or the piece that `cut` gives it."""
+    """Bytes of the whole tensor that a device holds: all of them, or the piece that `cut` gives it.
+
+    What waits does so while saved activations go: it has filled up when its part of `of` bytes is done with.
+    """
 
     what: str
     use: str  # one of USES
     bytes: int
     cut: Cut | None
+    of: int = 0
 
 
 def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer) -> tuple[Holding, ...]:
@@ -113,19 +117,30 @@ def holdings(
 
 def bytes_per_kind(held: Sequence[Holding], scale: Scale) -> tuple[int, ...]:
     """Bytes on the fullest device of each kind."""
+    kinds = range(len(scale.cluster.kinds))
+    saved = _added_up([h for h in held if h.use == "saved"], scale)
+    rest = _added_up([h for h in held if h.use not in ("saved", "waiting")], scale)
+    # Going backward, gradients gather in a bucket and activations go. Either there is most at the start, or when the
+    # bucket is full.
+    waiting = [h for h in held if h.use == "waiting"]
+    more = [sum(h.bytes * max(1 - saved[k] / h.of, 0.0) for h in waiting) for k in kinds]
+    return tuple(round(saved[k] + rest[k] + more[k]) for k in kinds)
+
+
+def _added_up(held: Sequence[Holding], scale: Scale) -> list[float]:
     totals: dict[Cut | None, int] = {}
     for holding in held:
         totals[holding.cut] = totals.get(holding.cut, 0) + holding.bytes
     parts = [(size, scale.fractions(cut)) for cut, size in totals.items()]
-    return tuple(round(sum(size * fractions[k] for size, fractions in parts)) for k in range(len(scale.cluster.kinds)))
+    return [sum(size * fractions[k] for size, fractions in parts) for k in range(len(scale.cluster.kinds))]
 
 
 def _waiting(program: Program) -> Iterator[Holding]:
     """Gradients of whole copies wait for each other, before they are summed and cut."""
     trained = {leaf.value.name for leaf in program.graph.parameters if leaf.value.grad}
     copies = (v for v, source, to in program.conversions() if v.name in trained and source.is_shard and to == R)
-    if size := min(sum(value.bytes for value in copies), BUCKET_BYTES):
-        yield Holding("gradients in a bucket", "waiting", size, None)
+    if size := sum(value.bytes for value in copies):
+        yield Holding("gradients in a bucket", "waiting", min(size, BUCKET_BYTES), None, size)
 
 
 # Whose memory it is
