@@ -165,13 +165,21 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
 
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes that are started in here do not hear Ctrl-C: it is for the parent, which ends them without a word."""
-    resource_tracker.ensure_running()  # started later, it would undo this
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Ctrl-C waits until this is over, and is not heard at all by processes that are started in here.
+
+    It is for the parent, which ends its workers without a word. A worker that is half started would be left behind.
+    """
+    heard: list[int] = []
+    resource_tracker.ensure_running()  # started later, it would undo what follows
+    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if heard:
+        raise KeyboardInterrupt
 
 
 def _race(crew: Crew, pace: Pace, devices: tuple[str, ...], say: Say) -> list[list[Round]]:

@@ -117,7 +117,7 @@ def test_short_of_memory_parameters_are_stored_cut_and_gathered(wide: Graph) -> 
 def test_state_goes_where_memory_is_and_work_where_speed_is(wide: Graph) -> None:
     """Two devices of one speed; the second has half the memory of the first, and a whole copy fits on neither."""
     whole = 4 * parameter_bytes(wide)
-    on = cluster(1, 1, bytes_per_s=1e13, memory=(whole * 1.4, whole * 0.7))
+    on = cluster(1, 1, bytes_per_s=1e13, memory=(whole * 1.7, whole * 0.95))
     book = derive_rules(wide)
     limits = Limits(lambda leaf: book.leaves[leaf.value.name], lambda node, rule: True)
     shop = Workshop(wide, book, optimizer_named("adamw"), limits, lambda _: None)
