@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import TracebackType
 
 from lopsided.candidates import speed_dtype
 from lopsided.classics import STATE
@@ -130,7 +131,8 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
     say("starting", f"{len(devices)} workers")
     with ExitStack() as until_the_end:
         with _deaf_to_interrupts():
-            crew = until_the_end.enter_context(Crew(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S))
+            crew = Crew(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S)
+            until_the_end.push(_ending(crew))
         crew.run(leave)  # the first job is done when all have met
         say("measuring", f"all {len(devices)} at once, for about {pace.measure_s:g} s")
         cluster: Cluster = crew.run(take_measure, size, devices, pace.measure_s)[0]
@@ -161,6 +163,17 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
         len(rounds) * pace.steps,
         time.perf_counter() - started,
     )
+
+
+def _ending(crew: Crew) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
+    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is KeyboardInterrupt:
+            # All at once: who outlives the others complains about them.
+            for rank in range(crew.size):
+                crew.kill(rank)
+        crew.close()
+
+    return end
 
 
 @contextmanager

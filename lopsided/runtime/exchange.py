@@ -204,7 +204,8 @@ class Exchange:
         way = self.way("reduce_scatter", whole_bytes, skewed / whole_bytes if whole_bytes else 1.0)
         counts = [sum(layout.counts[d] for layout in layouts) for d in range(self.size)]
         if len(wholes) == 1 and layouts[0].is_flat:
-            flat = _flat(wholes[0])
+            # Alone in the world the result is the tensor itself, which may belong to others too.
+            flat = _flat(wholes[0]).clone() if self.size == 1 else _flat(wholes[0])
         else:
             runs = [layout.runs(whole) for whole, layout in zip(wholes, layouts, strict=True)]
             flat = torch.cat([of_tensor[d] for d in range(self.size) for of_tensor in runs])

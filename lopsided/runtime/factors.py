@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lopsided.call import surroundings
 from lopsided.cost import factors_beside
 from lopsided.notation import Rule
 from lopsided.ops.op import Call
@@ -42,43 +43,43 @@ class ByFactors:
     def gradients(self, factors: Mapping[int, Tensor], of_results: Sequence[Tensor]) -> list[Tensor | None]:
         """The whole gradients of the wanted operands, None for the others. `factors` are those `beside` them."""
         name, gather = self.call.node.name, self.exchange.move
-        whole = []
-        for k, (value, need) in enumerate(zip(self.call.operands, self.rule.needs, strict=True)):
-            if k not in self.beside:  # its elements do not enter the gradient
-                whole.append(torch.zeros(value.shape, dtype=value.torch_dtype, device=of_results[0].device))
-            elif need.is_shard:
-                whole.append(gather(factors[k], need, I, value.shape, f"factor {k} of %{name}"))
-            else:
-                whole.append(factors[k])
+        whole: dict[int, Tensor] = {}
+        for k in self.beside:
+            need, value = self.rule.needs[k], self.call.operands[k]
+            at = f"factor {k} of %{name}"
+            whole[k] = gather(factors[k], need, I, value.shape, at) if need.is_shard else factors[k]
         dy = []
         for give, value, gradient in zip(self.rule.gives, self.call.node.results, of_results, strict=True):
             at = f"gradient of %{value.name}"
             dy.append(gather(gradient, give, I, value.shape, at) if give.is_shard else gradient)
-        found: list[Tensor | None] = [None] * len(whole)
+        found: list[Tensor | None] = [None] * len(self.call.operands)
         if (by_hand := _of_linear(self.call, whole, dy)).keys() >= {*self.wanted}:
             for k in self.wanted:
                 found[k] = by_hand[k]
             return found
+        for k, value in enumerate(self.call.operands):
+            if k not in whole:  # its elements do not enter the gradient
+                whole[k] = torch.zeros(value.shape, dtype=value.torch_dtype, device=dy[0].device)
         for k in self.wanted:
             whole[k].requires_grad_()
         one_device = Rule((I,) * len(self.rule.needs), (I,) * len(self.rule.gives))
-        with torch.enable_grad():
-            made = self.run(self.call, one_device, whole)
+        with torch.enable_grad(), surroundings(self.call.node.context):
+            made = self.run(self.call, one_device, [whole[k] for k in range(len(whole))])
             gradients = torch.autograd.grad(made, [whole[k] for k in self.wanted], dy, allow_unused=True)
         for k, gradient in zip(self.wanted, gradients, strict=True):
             found[k] = gradient
         return found
 
 
-def _of_linear(call: Call, whole: Sequence[Tensor], dy: Sequence[Tensor]) -> dict[int, Tensor]:
+def _of_linear(call: Call, whole: Mapping[int, Tensor], dy: Sequence[Tensor]) -> dict[int, Tensor]:
     """Weight and bias gradients of the op this is mostly used for, without running it forward again."""
-    if call.node.op != "aten.linear.default":
+    if call.node.op != "aten.linear.default" or 0 not in whole:
         return {}
     rows = dy[0].reshape(-1, dy[0].shape[-1])
     x = whole[0].reshape(-1, whole[0].shape[-1]).to(rows.dtype)
-    found = {1: (rows.t() @ x).to(whole[1].dtype)}
-    if len(whole) > 2:
-        found[2] = rows.sum(0).to(whole[2].dtype)
+    found = {1: (rows.t() @ x).to(call.operands[1].torch_dtype)}
+    if len(call.operands) > 2:
+        found[2] = rows.sum(0).to(call.operands[2].torch_dtype)
     return found
 
 

@@ -116,17 +116,22 @@ class Regathered:
         self._make: Callable[[], Gatherer] = lambda: Gatherer(exchange, buckets, piece)
         self._gatherer: Gatherer | None = None
         self._last = buckets[-1][-1].copy if buckets else None
-        self._storages: dict[int, Copy] = {}  # of copies in use in the forward pass
+        self._again = {one.copy for bucket in buckets for one in bucket}
+        self._storages: dict[int, Copy] = {}  # of copies in use in the forward pass, by address
+        self._addresses: dict[Copy, int] = {}
         self._notes: dict[Copy, int] = {}
         self._left: dict[Copy, int] = {}
         self._there: dict[Copy, Tensor] = {}
         self._arrived: set[Copy] = set()
 
     def watch(self, copy: Copy, whole: Tensor) -> None:
-        self._storages[whole.untyped_storage().data_ptr()] = copy
+        if copy in self._again:
+            self._addresses[copy] = whole.untyped_storage().data_ptr()
+            self._storages[self._addresses[copy]] = copy
 
-    def unwatch(self, whole: Tensor) -> None:
-        self._storages.pop(whole.untyped_storage().data_ptr(), None)
+    def unwatch(self, copy: Copy) -> None:
+        """Its memory is about to be free for something else."""
+        self._storages.pop(self._addresses.pop(copy, -1), None)
 
     def pack(self, tensor: Tensor) -> Tensor | _Note:
         copy = self._storages.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None

@@ -56,6 +56,7 @@ class Gradients:
     @property
     def has_kept(self) -> bool:
         """Some backward pass was not synchronised, and no later one was."""
+        self._drop_zeroed()
         return bool(self._kept)
 
     def reset(self) -> None:
@@ -68,11 +69,24 @@ class Gradients:
             self._begun = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
+    def forget(self) -> None:
+        """Drop what passes without synchronisation have added up."""
+        self._kept = {}
+
+    def _drop_zeroed(self) -> None:
+        """What is kept goes with `param.grad`, whoever set that to None."""
+        for synced in [synced for synced in self._kept if synced.parameter.grad is None]:
+            del self._kept[synced]
+
     def add(self, synced: Synced, gradient: Tensor) -> None:
+        if synced.parameter.grad is None:
+            self._kept.pop(synced, None)
         if not self.syncing:
             before = self._kept.get(synced)
             # The tensor may belong to others too: the first is copied.
             self._kept[synced] = gradient.clone() if before is None else before.add_(gradient)
+            if synced.parameter.grad is None:
+                synced.parameter.grad = torch.zeros_like(synced.parameter)
             return
         before = self._kept.pop(synced, None)
         self._put(synced, gradient if before is None else before.add_(gradient))
@@ -107,6 +121,7 @@ class Gradients:
         """Send what is left, wait for everything, and hand out."""
         self._begun = False
         if self.syncing:
+            self._drop_zeroed()
             for synced in list(self._kept):
                 self._put(synced, self._kept.pop(synced))
         for bucket in self._filling.values():

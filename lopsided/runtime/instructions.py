@@ -138,7 +138,6 @@ class Compute(Instruction):
     context: Context | None  # None: that of the whole program
     again: tuple[int, ...] = ()  # copies that are gathered again before its backward pass
     saves_copies: bool = False  # that somebody gathers again
-    gathered: tuple[int, ...] = ()  # of the slots in `free`, those that hold gathered copies
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -161,10 +160,10 @@ class Compute(Instruction):
                     result = connected(result, operands)
                 if kept is not None and self.again and result.requires_grad:
                     result = Before.apply(kept, self.again, result)  # type: ignore[no-untyped-call]
+            elif result.requires_grad:
+                # Or a device with an empty piece would go another way back than the others.
+                result = result.detach()
             slots[slot] = result
-        if this.regathered is not None:
-            for slot in self.gathered:
-                this.regathered.unwatch(slots[slot])
 
     def _surrounded(self, operands: list[Tensor], kept: Regathered | None) -> tuple[list[Tensor], bool]:
         """In its own context, with what it saves of gathered copies replaced by notes."""
@@ -180,6 +179,8 @@ def run_all(instructions: Sequence[Instruction], slots: Slots, this: Pass) -> No
     for instruction in instructions:
         instruction.run(slots, this)
         for slot in instruction.free:
+            if this.regathered is not None:
+                this.regathered.unwatch(slot)
             slots[slot] = None
 
 
@@ -233,7 +234,8 @@ class _Again(torch.autograd.Function):
         ctx.save_for_backward(*taken)
         inner: Slots = list(slots)
         run_all(region.inside, inner, this)
-        made = tuple(inner[slot] for slot in region.gives)
+        # Detached: a slot may hold a parameter itself, which must not become the result of this function.
+        made = tuple(inner[slot].detach() for slot in region.gives)
         ctx.mark_non_differentiable(*(t for t in made if not t.dtype.is_floating_point and not t.is_complex()))
         return made
 

@@ -107,7 +107,6 @@ def take_measurement(
                 seats,
                 lambda: progress(next(steps), done + len(WAYS)),
             )
-            dist.destroy_process_group(talking)
         # What rank 0 has found is what everyone goes by, to the last digit.
         text, *_ = council.hear((cluster.text(), op_error, link_error))
     chosen, op_error, link_error = cast(tuple[str, float, float], text)
@@ -124,11 +123,7 @@ def _council(group: dist.ProcessGroup | None, budget_s: float) -> Iterator[Counc
     if len(ranks) == 1:
         yield Council(None)
         return
-    own = _new_group(ranks, "gloo", budget_s)
-    try:
-        yield Council(own)
-    finally:
-        dist.destroy_process_group(own)
+    yield Council(_new_group(ranks, "gloo", budget_s, "council"))
 
 
 def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -141,14 +136,24 @@ def _backend(seats: Sequence[Seat]) -> str:
     return "nccl" if len(gpus) == len(seats) and dist.is_nccl_available() else "gloo"
 
 
-def _new_group(ranks: Sequence[int], backend: str, budget_s: float) -> dist.ProcessGroup:
-    made = dist.new_group(
-        list(ranks),
-        timeout=timedelta(seconds=max(120.0, 10 * budget_s)),
-        backend=backend,
-        use_local_synchronization=True,
-    )
-    return cast(dist.ProcessGroup, made)
+def _new_group(ranks: Sequence[int], backend: str, budget_s: float, use: str = "talk") -> dist.ProcessGroup:
+    """Made once and kept. One that is destroyed and made again finds the old one's addresses in the store."""
+    global _groups
+    default = dist.group.WORLD
+    if _groups is None or _groups[0] is not default:
+        _groups = (default, {})
+    key = (tuple(ranks), backend, use)
+    if key not in _groups[1]:
+        _groups[1][key] = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=max(120.0, 10 * budget_s)),
+            backend=backend,
+            use_local_synchronization=True,
+        )
+    return cast(dist.ProcessGroup, _groups[1][key])
+
+
+_groups: tuple[object, dict[object, object]] | None = None  # of which default group
 
 
 @contextmanager
@@ -434,7 +439,7 @@ def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Lin
     found: Link | None = None
     if len(mine) > 1:
         group = _new_group(mine, _backend(seats), world.budget_s)
-        council = _new_group(mine, "gloo", world.budget_s)
+        council = _new_group(mine, "gloo", world.budget_s, "council")
         part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == nodes[me])
         wire = Wire(group, world.device, Network(part))
         fits = fit_ways(
@@ -447,7 +452,5 @@ def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Lin
         )
         size, line = len(mine), fits[0].link
         found = Link(line.latency_s / (size - 1), max(line.bytes_per_s * (size - 1) / size, 1.0))
-        dist.destroy_process_group(group)
-        dist.destroy_process_group(council)
     told = [link for link in cast(list[Link | None], world.council.hear(found)) if link is not None]
     return Link(max(link.latency_s for link in told), min(link.bytes_per_s for link in told))

@@ -219,7 +219,9 @@ class _Nothing(torch.autograd.Function):
         for shape, value in zip(op.shapes, op.call.node.results, strict=True):
             result = torch.zeros(shape, dtype=value.torch_dtype, device=op.device)
             made.append(result)
-        ctx.mark_non_differentiable(*(t for t in made if not t.dtype.is_floating_point and not t.is_complex()))
+        # What has no gradient elsewhere has none here.
+        values = zip(made, op.call.node.results, strict=True)
+        ctx.mark_non_differentiable(*(result for result, value in values if not value.grad))
         return tuple(made)
 
     @staticmethod

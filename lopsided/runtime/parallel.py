@@ -67,7 +67,7 @@ PLAN_VARIABLE = "LOPSIDED_PLAN"
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
 
-Mode = tuple[bool, str]  # training, autocast
+Mode = tuple[bytes, str]  # of every module whether it is in training, and the autocast
 
 
 def parallelize(
@@ -151,7 +151,7 @@ def _agreed_plan(
             )
         return plan_text(found)
 
-    text = from_rank_0(made)
+    text = from_first(made)
     agreed = parse_plan(text)
     if differs := differences(agreed.graph, graph):
         raise PlanError(
@@ -161,17 +161,17 @@ def _agreed_plan(
     return agreed
 
 
-def from_rank_0(make: Callable[[], str]) -> str:
-    """What rank 0 makes, on every rank; if it cannot, no rank goes on."""
-    if dist.get_rank():
-        return share_plan(None)
+def from_first(make: Callable[[], str], group: dist.ProcessGroup | None = None, first: int = 0) -> str:
+    """What rank `first` makes, on every rank of a group (of all, unless given); if it cannot, no rank goes on."""
+    if dist.get_rank() != first:
+        return share_plan(None, group=group, source=first)
     try:
         made = make()
     except Exception as error:
         with suppress(WorldError):
-            share_plan(None, trouble=str(error))
+            share_plan(None, trouble=str(error), group=group, source=first)
         raise
-    return share_plan(made)
+    return share_plan(made, group=group, source=first)
 
 
 def _digest(text: str) -> str:
@@ -243,7 +243,8 @@ class Parallel(nn.Module):
         self.shares = in_group_order(plan, world)
         network = Network(plan.on)
         group = group_of(world, timeout_s)
-        self.watch = Watch(world, default_store(), timeout_s, side=side_group(world, timeout_s))
+        self._side = side_group(world, timeout_s)
+        self.watch = Watch(world, default_store(), timeout_s, side=self._side)
         weakref.finalize(self, self.watch.stop)
         self.wire = Wire(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
         # In a tuple, so that it does not become a submodule: its children are ours.
@@ -262,8 +263,9 @@ class Parallel(nn.Module):
             # Weakly: a module that nobody needs is gone at once, and its watch with it.
             this = weakref.ref(self)
             self._gradients.on_finish = lambda: _step_is_done(this())
-            self._programs = {(model.training, surrounding_autocast()): plan.program}
         self.training = model.training
+        self._every_module = list(self.modules())
+        self._programs = {self._mode(): plan.program}
         watch_optimizers(self)
 
     # Parameters
@@ -308,6 +310,12 @@ class Parallel(nn.Module):
                     f"{parameter.dtype}{list(parameter.shape)}",
                     where=self._here(),
                     do="convert the model before parallelize, and plan it so (`lopsided plan --dtype`)",
+                )
+            if parameter.requires_grad and not piece.trained:
+                raise TrainingError(
+                    f"the parameter {name} was frozen when it was planned, and is not any more",
+                    where=self._here(),
+                    do="set requires_grad before parallelize, and plan anew",
                 )
             if parameter.device != self.world.device:
                 raise TrainingError(
@@ -377,17 +385,24 @@ class Parallel(nn.Module):
         """The global loss of a batch: the whole one, or this rank's share of it."""
         self._check_last_loss()
         self._check_parameters()
-        tensors, _ = flatten_batch(kwargs if kwargs and not args else args)
+        if args and kwargs:
+            raise BatchError(
+                "the batch comes partly by position and partly by name",
+                where=self._here(),
+                do="call the model as its batch was given to parallelize: pm(**batch) or pm(*batch)",
+            )
+        tensors, _ = flatten_batch(kwargs or args)
         self._check_constants(args, kwargs)
         if self.wire is None:
             return self._loss_of_others()
-        mode = (self.training, surrounding_autocast())
+        mode = self._mode()
         self._forwards += 1
         self.watch.at_step(self._forwards)
         self._check_inputs(tensors)
         self.watch.start_handshake(
             self._forwards,
-            f"{mode[1] or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}",
+            f"{mode[1] or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}, "
+            f"{mode[0].count(0)} modules in evaluation",
             self._told_inputs(tensors),
             training=self.training,
             sync=self._gradients.syncing,
@@ -398,11 +413,10 @@ class Parallel(nn.Module):
         local = self._local_inputs(tensors, program)
         loss, updates, own = steps.run(self._leaves(program) | local)
         self.watch.finish_handshake()
-        if self.training:
-            for name, value in updates.items():
-                self.get_buffer(name).copy_(value)
-            if self._check_every and self._forwards % self._check_every == 0:
-                self._compare_replicas()
+        for name, value in updates.items():
+            self.get_buffer(name).copy_(value)
+        if self.training and self._check_every and self._forwards % self._check_every == 0:
+            self._compare_replicas()
         self._remember(loss, own)
         self._send_to_bystanders(loss)
         if loss.requires_grad:
@@ -414,27 +428,33 @@ class Parallel(nn.Module):
         """What all ranks must agree on: shapes of their batches, and now and then what is in inputs that are whole."""
         looks = self._check_every and (self._forwards <= 2 or self._forwards % self._check_every == 0)
         told = []
-        for name, (leaf, _) in self.inputs.items():
-            whole = looks and given[name].shape == leaf.value.shape and self.world.size > 1
+        for name, (leaf, placement) in self.inputs.items():
+            # Where one rank has all of an input, its share looks like the whole, and the others' do not.
+            parts = pieces_of(placement, leaf.value.shape, self.shares) if placement.is_shard else ()
+            whole = looks and given[name].shape == leaf.value.shape and (not parts or max(parts) < sum(parts))
             content = f" holding {int(replicas.digest(given[name])) & 0xFFFFFFFF:08x}" if whole else ""
             told.append(f"{name} {list(leaf.value.shape)}{content}")
         return ", ".join(told)
 
     def _leaves(self, program: Program) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
+        changed = {buffer for buffer, _ in program.graph.updates}
         for leaf in program.graph.leaves:
             name = leaf.value.name
             if leaf.kind == "parameter":
                 found[name] = self._stored[leaf.target]
             elif leaf.kind == "buffer":
-                found[name] = self.get_buffer(leaf.target)
+                buffer = self.get_buffer(leaf.target)
+                # One that gets a new value is still needed as it was when going backward.
+                found[name] = buffer.clone() if leaf.target in changed and torch.is_grad_enabled() else buffer
             elif leaf.kind == "constant":
                 found[name] = self._constant(leaf)
         return found
 
     def _constant(self, leaf: Leaf) -> Tensor:
         if leaf not in self._constant_tensors:
-            made = torch.tensor(leaf.data, dtype=leaf.value.torch_dtype, device=self.world.device)
+            with torch.inference_mode(False):
+                made = torch.tensor(leaf.data, dtype=leaf.value.torch_dtype, device=self.world.device)
             self._constant_tensors[leaf] = made.reshape(leaf.value.shape)
         return self._constant_tensors[leaf]
 
@@ -458,12 +478,19 @@ class Parallel(nn.Module):
     def _program_in(self, mode: Mode) -> Program:
         """Capture the model in this mode, on tensors without memory, and agree on a program with the others."""
         graph = self._captured()
-        text = from_rank_0(lambda: str(program_for(graph, self.plan)))
+        # Without bystanders: they wait for the loss.
+        make = lambda: str(program_for(graph, self.plan))  # noqa: E731
+        text = from_first(make, self._side, self.world.ranks[0])
         return parse_program(text, graph)
 
+    def _mode(self) -> Mode:
+        return bytes(module.training for module in self._every_module), surrounding_autocast()
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def _captured(self) -> Graph:
         model = self._model[0]
-        model.train(self.training)
+        model.training = self.training  # its modules are ours
         with FakeTensorMode(allow_non_fake_inputs=True):
             whole = {
                 name: nn.Parameter(
@@ -479,6 +506,11 @@ class Parallel(nn.Module):
         batch: object = kwargs if self._is_mapping else args if self._several else args[0]
         with _replaced(model, whole, self.pieces):
             return capture(model, batch, loss_fn=self._loss_fn)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self.wire is not None:
+            self._gradients.forget()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -574,7 +606,7 @@ class Parallel(nn.Module):
             self.watch.left()
 
     def _check_constants(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = _constants(kwargs if kwargs and not args else args)
+        given = _constants(kwargs or args)
         if given != self._constants:
             raise BatchError(
                 f"the batch was planned with {self._constants} and has {given}",

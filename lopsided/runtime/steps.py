@@ -217,9 +217,6 @@ class _Compiler:
         for slot, k in last.items():
             if slot not in keep and slot not in leaves:
                 made[k].free = (*made[k].free, slot)
-        for instruction in made:
-            if isinstance(instruction, Compute):
-                instruction.gathered = tuple(slot for slot in instruction.free if slot in self.wanted)
 
     def _in_regions(self, made: Sequence[Instruction], regions: Sequence[int]) -> Iterator[Instruction]:
         """Runs of instructions with the same region number become one instruction."""

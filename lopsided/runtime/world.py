@@ -154,20 +154,25 @@ def _group_to_talk() -> dist.ProcessGroup:
     return _spoken[1]
 
 
-def share_plan(plan_text: str | None, trouble: str = "") -> str:
-    """Rank 0's text, on every rank. If rank 0 has `trouble` instead, every rank refuses to go on and says so."""
-    group = _group_to_talk()
-    data = (trouble or plan_text or "").encode() if dist.get_rank() == 0 else b""
+def share_plan(
+    plan_text: str | None, trouble: str = "", *, group: dist.ProcessGroup | None = None, source: int = 0
+) -> str:
+    """The text of rank `source`, on every rank of a group (of all, unless given). If it has `trouble` instead, every
+    rank refuses to go on and says so."""
+    group = group or _group_to_talk()
+    data = (trouble or plan_text or "").encode() if dist.get_rank() == source else b""
     size = torch.tensor([-len(data) if trouble or not plan_text else len(data)])
-    dist.broadcast(size, 0, group=group)
+    dist.broadcast(size, source, group=group)
     length = int(size.item())
     # A copy: the bytes of a Python string cannot be written to. At least one, for there is no buffer of none.
     buffer = torch.frombuffer(bytearray(data or bytes(abs(length) or 1)), dtype=torch.uint8)
-    dist.broadcast(buffer, 0, group=group)
+    dist.broadcast(buffer, source, group=group)
     text = buffer[: abs(length)].numpy().tobytes().decode()
     if length <= 0:
         raise WorldError(
-            f"rank 0 has no plan{f': {text}' if text else ''}", where="planning, on rank 0", do="see what rank 0 says"
+            f"rank {source} has no plan{f': {text}' if text else ''}",
+            where=f"planning, on rank {source}",
+            do=f"see what rank {source} says",
         )
     return text
 
