@@ -115,12 +115,22 @@ Batch = Annotated[int | None, typer.Option(help="Samples in a batch.", min=1)]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose, help="Show tracebacks.")]
 
 
+_SMALL = 200_000_000  # parameters: below a gigabyte, and built in a second or two
+
+
 def load_shapes(model: str, batch: int | None) -> tuple[torch.nn.Module, dict[str, object]]:
-    """Capturing needs shapes only: a model of any size is built without memory, if its code allows that."""
+    """Capturing needs shapes only: a large model is built without memory, if its code allows that.
+
+    A small one is built for real. What some models compute while they are captured differs on `meta` (the first token
+    of a decoder, a cache), and their plan should be for what will be trained.
+    """
     try:
         with torch.device("meta"):
-            return load(model, batch=batch)
+            module, data = load(model, batch=batch)
     except ModelError as error:
         if error.__cause__ is None:  # the name is wrong, not the model's code
             raise
         return load(model, batch=batch)
+    if sum(parameter.numel() for parameter in module.parameters()) < _SMALL:
+        return load(model, batch=batch)
+    return module, data

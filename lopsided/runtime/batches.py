@@ -62,7 +62,7 @@ class ShardedLoader:
     """
 
     def __init__(self, loader: Iterable[Any], pm: Parallel) -> None:
-        self._rows = _rows_of(pm)
+        self._rows, self._handed_out = _rows_of(pm), pm.handed_out
         self._source: _Indexed | _Streamed
         if isinstance(loader, DataLoader):
             self._rows = _check_loader(loader, self._rows)
@@ -85,6 +85,7 @@ class ShardedLoader:
         self._goes_on = False
         for batch in self._source.open(_mixed(self.seed, self.epoch), skip=self.batches):
             self.batches += 1
+            self._handed_out(f"batch {self.batches} of epoch {self.epoch}")
             yield batch
         self.epoch, self.batches = self.epoch + 1, 0
 

@@ -236,6 +236,8 @@ class Parallel(nn.Module):
         self.__dict__ |= {"plan": plan, "world": world, "steps_done": 0}
         self._graph, self._loss_fn, self._check_every = graph, loss_fn, check_every
         self._forwards = 0
+        self._syncing = True
+        self._handed_out = ""  # which batch a sharded loader gave last
         self._tensors, self._rebuild = flatten_batch(batch)
         self._several = isinstance(batch, Mapping | tuple | list)
         self._is_mapping = isinstance(batch, Mapping)
@@ -340,6 +342,10 @@ class Parallel(nn.Module):
         args, kwargs = self._rebuild(tensors)
         return kwargs if self._is_mapping else args if self._several else args[0]
 
+    def handed_out(self, which: str) -> None:
+        """A sharded loader has given this batch: all ranks must train on parts of the same."""
+        self._handed_out = f", {which}"
+
     def _check_inputs(self, given: Mapping[str, Tensor]) -> None:
         planned = ", ".join(f"{name} {list(leaf.value.shape)}" for name, (leaf, _) in self.inputs.items())
         missing = [f"no {name!r}" for name in self.inputs if name not in given]
@@ -405,7 +411,7 @@ class Parallel(nn.Module):
             f"{mode[0].count(0)} modules in evaluation",
             self._told_inputs(tensors),
             training=self.training,
-            sync=self._gradients.syncing,
+            sync=self._syncing,
         )
         if mode not in self._modes:
             self.watch.finish_handshake()  # all ranks must be here to agree on a program
@@ -421,7 +427,7 @@ class Parallel(nn.Module):
         self._send_to_bystanders(loss)
         if loss.requires_grad:
             self._gradients.reset()
-            loss = _Loss.apply(self._gradients, loss)  # type: ignore[no-untyped-call]
+            loss = _Loss.apply(self, loss)  # type: ignore[no-untyped-call]
         return loss.reshape(())
 
     def _told_inputs(self, given: Mapping[str, Tensor]) -> str:
@@ -434,7 +440,7 @@ class Parallel(nn.Module):
             whole = looks and given[name].shape == leaf.value.shape and (not parts or max(parts) < sum(parts))
             content = f" holding {int(replicas.digest(given[name])) & 0xFFFFFFFF:08x}" if whole else ""
             told.append(f"{name} {list(leaf.value.shape)}{content}")
-        return ", ".join(told)
+        return ", ".join(told) + self._handed_out
 
     def _leaves(self, program: Program) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -515,14 +521,11 @@ class Parallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here add up gradients on this device; the next one outside sends the sum."""
-        if self.wire is None:
-            yield
-            return
-        before, self._gradients.syncing = self._gradients.syncing, False
+        before, self._syncing = self._syncing, False
         try:
             yield
         finally:
-            self._gradients.syncing = before
+            self._syncing = before
 
     def close(self) -> None:
         """Stop watching the other ranks. The end of the process does it too."""
@@ -589,7 +592,10 @@ class Parallel(nn.Module):
         self.watch.at_step(self._forwards)
         loss = torch.zeros((), device=self.world.device, dtype=self._graph.values[self._graph.loss].torch_dtype)
         self._tell_all(loss)
-        return loss.requires_grad_(torch.is_grad_enabled())
+        if not torch.is_grad_enabled():
+            return loss
+        followed: Tensor = _Followed.apply(self, loss.requires_grad_())  # type: ignore[no-untyped-call]
+        return followed
 
     def _send_to_bystanders(self, loss: Tensor) -> None:
         if len(self.world.ranks) < self.world.size:
@@ -616,7 +622,7 @@ class Parallel(nn.Module):
 
 
 def _step_is_done(pm: Parallel | None) -> None:
-    if pm is not None and pm._gradients.syncing:
+    if pm is not None and pm._syncing:
         pm.__dict__["steps_done"] += 1
 
 
@@ -660,8 +666,8 @@ class _Loss(torch.autograd.Function):
     """The end of a forward pass and the start of its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: Gradients, loss: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, pm: Parallel, loss: Tensor) -> Tensor:
+        ctx.pm = pm
         ctx.save_for_backward(loss)
         return loss.view_as(loss)
 
@@ -673,5 +679,20 @@ class _Loss(torch.autograd.Function):
             raise TrainingError(
                 "backward() was called again without a forward pass", do="call loss = pm(...) before each backward()"
             ) from None
-        ctx.gradients.begin()
+        ctx.pm._gradients.syncing = ctx.pm._syncing
+        ctx.pm._gradients.begin()
+        return None, gradient
+
+
+class _Followed(torch.autograd.Function):
+    """The loss on a rank that takes no part: its backward pass counts, and does nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, pm: Parallel, loss: Tensor) -> Tensor:
+        ctx.pm = pm
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        _step_is_done(ctx.pm)
         return None, gradient

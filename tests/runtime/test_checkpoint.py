@@ -480,12 +480,14 @@ def drawn(folder: str, shares: Any, fresh: bool) -> list[float]:
         load(pm, None, folder)
     else:
         for own in (True, False):
-            with pm.randomness.stream(own=own):
+            with pm.randomness.streams():
+                pm.randomness.draw_from(own=own)
                 torch.rand(3 + dist.get_rank() * own)
         save(pm, None, folder)
     found: list[float] = []
     for own in (True, False):
-        with pm.randomness.stream(own=own):
+        with pm.randomness.streams():
+            pm.randomness.draw_from(own=own)
             found.append(torch.rand(1).item())
     return [*found, torch.rand(1).item()]
 

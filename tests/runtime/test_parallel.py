@@ -473,6 +473,7 @@ def with_a_bystander() -> tuple[float, float, float, int]:
     pm.eval()
     alone.eval()
     loss, expected = pm(**batch_of()), alone(**batch_of())
+    assert pm.steps_done == 3
     full = lopsided.full_state_dict(pm)
     away = max((full[name] - value.cpu()).abs().max().item() for name, value in alone.state_dict().items())
     return abs(loss.item() - expected.item()), abs(norm.item() - whole.item()), away, pm.world.place
@@ -644,6 +645,24 @@ def test_ranks_with_different_batches_are_told(crews: Callable[[int], Crew]) -> 
     for text in crews(3).run(different_batches):
         assert "ranks do not do the same" in text
         assert "holding" in text
+
+
+def skips_a_batch() -> str:
+    _, pm = both()
+    loader = DataLoader(TensorDataset(*batch_of(rows=30).values()), batch_size=10, collate_fn=named)
+    try:
+        for k, batch in enumerate(lopsided.shard(loader, pm)):
+            if k != 1 or pm.world.rank != 1:
+                pm(**batch)
+    except lopsided.LopsidedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_skips_a_batch_is_named(crews: Callable[[int], Crew]) -> None:
+    for text in crews(3).run(skips_a_batch):
+        assert "batch 3 of epoch 0 on rank 1" in text
+        assert "batch 2 of epoch 0 on ranks 0, 2" in text
 
 
 def drifted() -> tuple[list[str], bool]:
