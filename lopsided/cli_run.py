@@ -24,9 +24,9 @@ from lopsided.listing import bytes_text
 from lopsided.models import load
 from lopsided.planfile import load_plan
 from lopsided.processes import Crew
+from lopsided.runtime.agreement import PLAN_VARIABLE
 from lopsided.runtime.convert import convert
 from lopsided.runtime.launch import launch_words, start, torchrun_options
-from lopsided.runtime.parallel import PLAN_VARIABLE
 from lopsided.runtime.proof import (
     Claim,
     Job,

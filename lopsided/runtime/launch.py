@@ -20,7 +20,7 @@ from lopsided.cluster import Cluster
 from lopsided.devices import shown
 from lopsided.errors import InputError
 from lopsided.plan import Plan
-from lopsided.runtime.parallel import PLAN_VARIABLE
+from lopsided.runtime.agreement import PLAN_VARIABLE
 
 MODULE = "torch.distributed.run"
 

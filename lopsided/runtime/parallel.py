@@ -10,11 +10,9 @@ it does not need; the model is used up by it.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,21 +23,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lopsided.capture import LossFn, capture, flatten_batch, surrounding_autocast
-from lopsided.cluster import Cluster, load_cluster
+from lopsided.cluster import Cluster
 from lopsided.collectives import Network
-from lopsided.errors import BatchError, PlanError, TrainingError, WorldError
+from lopsided.errors import BatchError, TrainingError
 from lopsided.graph import Graph, Leaf
-from lopsided.placement import Placement, Shares, pieces_of, take_piece
+from lopsided.placement import Placement, pieces_of, take_piece
 from lopsided.plan import Plan
-from lopsided.planfile import load_plan, parse_plan, plan_text
-from lopsided.planner import plan_graph
+from lopsided.planfile import plan_text
 from lopsided.program import Program, parse_program
 from lopsided.runtime import replicas
-from lopsided.runtime.differences import differences
+from lopsided.runtime.agreement import agreed_plan, digest_of, from_first, in_group_order
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.gradients import Gradients
 from lopsided.runtime.initial import initialise
-from lopsided.runtime.measure import measure
 from lopsided.runtime.op import AnyRandomness
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.pieces import Piece, piece_of
@@ -60,9 +56,6 @@ from lopsided.runtime.world import (
     side_group,
 )
 from lopsided.timeline import BUCKET_BYTES
-
-PLAN_VARIABLE = "LOPSIDED_PLAN"
-"""The environment variable with the path of the plan, set by `lopsided run`."""
 
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
@@ -97,11 +90,11 @@ def parallelize(
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     progress("capturing the model")
     graph = capture(model, batch, loss_fn=loss_fn)
-    chosen = _agreed_plan(graph, plan, cluster, optimizer, where, measure_s, progress)
+    chosen = agreed_plan(graph, plan, cluster, optimizer, where, measure_s, progress)
     world = meet(chosen, device=where)
     check_same(
         world,
-        {"the graph": graph.fingerprint, "the plan": _digest(plan_text(chosen)), "torch": torch.__version__[:4]},
+        {"the graph": graph.fingerprint, "the plan": digest_of(plan_text(chosen)), "torch": torch.__version__[:4]},
     )
     progress("cutting the parameters")
     return Parallel(
@@ -117,96 +110,6 @@ def parallelize(
         check_every=check_every,
         bucket_bytes=bucket_bytes,
     )
-
-
-def _agreed_plan(
-    graph: Graph,
-    plan: Plan | str | Path | None,
-    cluster: Cluster | str | Path | None,
-    optimizer: str,
-    device: torch.device,
-    measure_s: float,
-    progress: Callable[[str], None],
-) -> Plan:
-    """Rank 0's plan, on every rank; refused unless it is a plan for this graph."""
-    if plan is None and cluster is None and (path := os.environ.get(PLAN_VARIABLE)):
-        plan = path
-    measured = None
-    if plan is None and cluster is None:
-        progress("measuring the devices")
-        measured = measure(graph, device, budget_s=measure_s)
-
-    def made() -> str:
-        if plan is not None:
-            found = plan if isinstance(plan, Plan) else load_plan(plan)
-        else:
-            progress("planning")
-            where = measured or (cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)))
-            found = plan_graph(graph, where, optimizer=optimizer)
-        if differs := differences(found.graph, graph):
-            raise PlanError(
-                "the plan belongs to another model or batch: " + "; ".join(differs),
-                where=str(plan) if isinstance(plan, str | Path) else "the plan",
-                do="plan this model and batch anew with `lopsided plan` or lopsided.plan, or give what was planned",
-            )
-        return plan_text(found)
-
-    text = from_first(made)
-    agreed = parse_plan(text)
-    if differs := differences(agreed.graph, graph):
-        raise PlanError(
-            "this rank's model or batch is not the one that was planned: " + "; ".join(differs),
-            do="build the same model with the same batch shape on every rank",
-        )
-    return agreed
-
-
-def from_first(make: Callable[[], str], group: dist.ProcessGroup | None = None, first: int = 0) -> str:
-    """What rank `first` makes, on every rank of a group (of all, unless given); if it cannot, no rank goes on."""
-    if dist.get_rank() != first:
-        return share_plan(None, group=group, source=first)
-    try:
-        made = make()
-    except Exception as error:
-        with suppress(WorldError):
-            share_plan(None, trouble=str(error), group=group, source=first)
-        raise
-    return share_plan(made, group=group, source=first)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def in_group_order(plan: Plan, world: World) -> Shares:
-    """The plan's shares in the order of the ranks that take part, every cut that its program makes settled."""
-    shares, order = plan.shares, world.order
-    if order == tuple(range(len(order))):
-        return shares
-    lengths: dict[tuple[str, int], None] = {(by, length): None for by, length, _ in shares.cuts}
-    for placement, shape in _cuts_of(plan.program):
-        lengths[placement.by, placement.length(shape)] = None
-
-    def ordered(row: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(row[device] for device in order)
-
-    return Shares(
-        ordered(shares.work),
-        tuple((name, ordered(fractions)) for name, fractions in shares.named),
-        tuple((by, length, ordered(shares.cut(length, by))) for by, length in lengths),
-    )
-
-
-def _cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:
-    values = program.graph.values
-    for name, placement in program.leaves:
-        if placement.is_shard:
-            yield placement, values[name].shape
-    for step in program.steps:
-        placed = [*zip(step.node.operands, step.chains, strict=True)]
-        placed += [(v.name, (give,)) for v, give in zip(step.node.results, step.rule.gives, strict=True)]
-        for name, chain in placed:
-            yield from ((p, values[name].shape) for p in chain if p.is_shard)
 
 
 class Parallel(nn.Module):
@@ -253,7 +156,7 @@ class Parallel(nn.Module):
         self._model = (model,)
         self.pieces = self._take_pieces(model, init, seed)
         self._modes: dict[Mode, Steps] = {}
-        self._constant_tensors: dict[Leaf, Tensor] = {}
+        self._constant_tensors: dict[int, Tensor] = {}
         self.randomness: AnyRandomness = randomness or Randomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self._last_loss: Tensor | None = None
@@ -458,11 +361,12 @@ class Parallel(nn.Module):
         return found
 
     def _constant(self, leaf: Leaf) -> Tensor:
-        if leaf not in self._constant_tensors:
+        # By identity: to compare it, all of its elements would be looked at.
+        if id(leaf) not in self._constant_tensors:
             with torch.inference_mode(False):
                 made = torch.tensor(leaf.data, dtype=leaf.value.torch_dtype, device=self.world.device)
-            self._constant_tensors[leaf] = made.reshape(leaf.value.shape)
-        return self._constant_tensors[leaf]
+            self._constant_tensors[id(leaf)] = made.reshape(leaf.value.shape)
+        return self._constant_tensors[id(leaf)]
 
     def _steps(self, mode: Mode) -> tuple[Steps, Program]:
         """The instructions of this mode, made at its first use."""

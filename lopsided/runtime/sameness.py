@@ -21,8 +21,9 @@ from lopsided.graph import Graph
 from lopsided.imaginary import SeededRandomness
 from lopsided.plan import Plan
 from lopsided.program import Program, Step
+from lopsided.runtime.agreement import in_group_order
 from lopsided.runtime.norms import clip_grad_norm_
-from lopsided.runtime.parallel import Parallel, in_group_order
+from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.world import World
 from lopsided.simulate import one_device, simulate
 from lopsided.trial import relative_error

@@ -1,0 +1,121 @@
+"""One plan for all ranks: where it comes from, that it belongs to this model, and its shares in the order of the ranks.
+
+In: a graph, and a plan, a cluster or nothing. Out: the `Plan` that every rank has; `Shares` for the group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lopsided.cluster import Cluster, load_cluster
+from lopsided.errors import PlanError, WorldError
+from lopsided.graph import Graph
+from lopsided.placement import Placement, Shares
+from lopsided.plan import Plan
+from lopsided.planfile import load_plan, parse_plan, plan_text
+from lopsided.planner import plan_graph
+from lopsided.program import Program
+from lopsided.runtime.differences import differences
+from lopsided.runtime.measure import measure
+from lopsided.runtime.world import World, share_plan
+
+PLAN_VARIABLE = "LOPSIDED_PLAN"
+"""The environment variable with the path of the plan, set by `lopsided run`."""
+
+
+def agreed_plan(
+    graph: Graph,
+    plan: Plan | str | Path | None,
+    cluster: Cluster | str | Path | None,
+    optimizer: str,
+    device: torch.device,
+    measure_s: float,
+    progress: Callable[[str], None],
+) -> Plan:
+    """Rank 0's plan, on every rank; refused unless it is a plan for this graph."""
+    if plan is None and cluster is None and (path := os.environ.get(PLAN_VARIABLE)):
+        plan = path
+    measured = None
+    if plan is None and cluster is None:
+        progress("measuring the devices")
+        measured = measure(graph, device, budget_s=measure_s)
+
+    def made() -> str:
+        if plan is not None:
+            found = plan if isinstance(plan, Plan) else load_plan(plan)
+        else:
+            progress("planning")
+            where = measured or (cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)))
+            found = plan_graph(graph, where, optimizer=optimizer)
+        if differs := differences(found.graph, graph):
+            raise PlanError(
+                "the plan belongs to another model or batch: " + "; ".join(differs),
+                where=str(plan) if isinstance(plan, str | Path) else "the plan",
+                do="plan this model and batch anew with `lopsided plan` or lopsided.plan, or give what was planned",
+            )
+        return plan_text(found)
+
+    text = from_first(made)
+    agreed = parse_plan(text)
+    if differs := differences(agreed.graph, graph):
+        raise PlanError(
+            "this rank's model or batch is not the one that was planned: " + "; ".join(differs),
+            do="build the same model with the same batch shape on every rank",
+        )
+    return agreed
+
+
+def from_first(make: Callable[[], str], group: dist.ProcessGroup | None = None, first: int = 0) -> str:
+    """What rank `first` makes, on every rank of a group (of all, unless given); if it cannot, no rank goes on."""
+    if dist.get_rank() != first:
+        return share_plan(None, group=group, source=first)
+    try:
+        made = make()
+    except Exception as error:
+        with suppress(WorldError):
+            share_plan(None, trouble=str(error), group=group, source=first)
+        raise
+    return share_plan(made, group=group, source=first)
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def in_group_order(plan: Plan, world: World) -> Shares:
+    """The plan's shares in the order of the ranks that take part, every cut that its program makes settled."""
+    shares, order = plan.shares, world.order
+    if order == tuple(range(len(order))):
+        return shares
+    lengths: dict[tuple[str, int], None] = {(by, length): None for by, length, _ in shares.cuts}
+    for placement, shape in _cuts_of(plan.program):
+        lengths[placement.by, placement.length(shape)] = None
+
+    def ordered(row: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(row[device] for device in order)
+
+    return Shares(
+        ordered(shares.work),
+        tuple((name, ordered(fractions)) for name, fractions in shares.named),
+        tuple((by, length, ordered(shares.cut(length, by))) for by, length in lengths),
+    )
+
+
+def _cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:
+    values = program.graph.values
+    for name, placement in program.leaves:
+        if placement.is_shard:
+            yield placement, values[name].shape
+    for step in program.steps:
+        placed = [*zip(step.node.operands, step.chains, strict=True)]
+        placed += [(v.name, (give,)) for v, give in zip(step.node.results, step.rule.gives, strict=True)]
+        for name, chain in placed:
+            yield from ((p, values[name].shape) for p in chain if p.is_shard)
