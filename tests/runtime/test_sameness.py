@@ -32,16 +32,14 @@ def test_a_step_is_that_of_one_device(crews: Callable[[int], Crew], spec: str, s
     assert_same(crews(size), [*runs, *(at_random(spec, SHARES[size], seed) for seed in range(3))])
 
 
+TRAININGS = ["dp", "planned", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero-again", "random"))]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
-def test_a_training_is_that_of_one_device(crews: Callable[[int], Crew], spec: str) -> None:
-    trainings = [
-        (classic(spec, "dp", SHARES[3]), 1.0),
-        (classic(spec, "zero-again", SHARES[3]), math.inf),
-        (classic(spec, "planned", SHARES[3]), math.inf),
-        (at_random(spec, SHARES[3], 5), math.inf),
-    ]
-    for run, max_norm in trainings:
-        found = crews(3).run(training, run, 20, max_norm)
-        assert len(found[0].expected) == 20
-        assert found[0].curve_error < 1e-4, run.program
-        assert all(same.curve == found[0].curve for same in found)
+def test_a_training_is_that_of_one_device(crews: Callable[[int], Crew], spec: str, name: str) -> None:
+    run = at_random(spec, SHARES[3], 5) if name == "random" else classic(spec, name, SHARES[3])
+    found = crews(3).run(training, run, 20, 1.0 if name == "dp" else math.inf)
+    assert len(found[0].expected) == 20
+    assert found[0].curve_error < 1e-4, run.program
+    assert all(same.curve == found[0].curve for same in found)
