@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -128,6 +129,7 @@ def three() -> Iterator[Crew]:
         yield crew
 
 
+@pytest.mark.slow
 def test_hosts_become_nodes(three: Crew) -> None:
     """Two ranks of one host, one of another: a link of its own inside, and names that a cluster allows."""
     cluster = three.run(take, small_graph(), ("big/box", "big/box", "small box"))[0][0].cluster
@@ -136,6 +138,7 @@ def test_hosts_become_nodes(three: Crew) -> None:
     assert cluster.within != cluster.between
 
 
+@pytest.mark.slow
 def test_a_group_of_some(three: Crew) -> None:
     assert three.run(of_some, small_graph(), [0, 2]) == [2, 0, 2]
 
