@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
@@ -44,10 +44,12 @@ from lopsided.runtime.measure_ops import (
     wait_for,
 )
 from lopsided.runtime.wire import Wire
+from lopsided.runtime.world import lasting_group
 
 Progress = Callable[[int, int], object]
 
 _SPEEDS_PART, _OPS_PART, _LINKS_PART = 0.1, 0.6, 0.3  # of the budget
+_PATIENCE_S = 300.0  # how long a rank waits for another that still measures
 _PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
 _ALIKE = 1.1
 _UNKNOWN = Link(1e-5, 1e10)  # of a world where nobody talks
@@ -90,7 +92,7 @@ def take_measurement(
     if not 0 <= budget_s < math.inf:
         raise InputError(f"{budget_s} s are no time to measure in", do="give budget_s in seconds, for example 20")
     started = time.perf_counter()
-    with _council(group, budget_s) as council, _undisturbed(device):
+    with _council(group) as council, _undisturbed(device):
         seats, found, jobs = _measure_devices(graph, device, council, budget_s, progress)
         kinds, op_error = _kinds(seats, found, jobs)
         about = _about(seats, budget_s, group)
@@ -100,7 +102,8 @@ def take_measurement(
             done = _PASSES * len(jobs) + 1
             steps = iter(range(done + 1, done + len(WAYS) + 1))
             dtype = _sent_dtype(graph)
-            talking = _new_group(dist.get_process_group_ranks(_whole(group)), _backend(seats), budget_s)
+            whole = _whole(group)
+            talking = _group_of(dist.get_process_group_ranks(whole), _backend(seats), "talk", whole)
             cluster, link_error = _with_links(
                 cluster,
                 _World(talking, council, device, dtype, _LINKS_PART * budget_s),
@@ -114,7 +117,7 @@ def take_measurement(
 
 
 @contextmanager
-def _council(group: dist.ProcessGroup | None, budget_s: float) -> Iterator[Council]:
+def _council(group: dist.ProcessGroup | None) -> Iterator[Council]:
     """A group of its own to agree over, which needs no GPU."""
     if not dist.is_initialized():
         yield Council(None)
@@ -123,7 +126,7 @@ def _council(group: dist.ProcessGroup | None, budget_s: float) -> Iterator[Counc
     if len(ranks) == 1:
         yield Council(None)
         return
-    yield Council(_new_group(ranks, "gloo", budget_s, "council"))
+    yield Council(_group_of(ranks, "gloo", "council", _whole(group)))
 
 
 def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -136,24 +139,15 @@ def _backend(seats: Sequence[Seat]) -> str:
     return "nccl" if len(gpus) == len(seats) and dist.is_nccl_available() else "gloo"
 
 
-def _new_group(ranks: Sequence[int], backend: str, budget_s: float, use: str = "talk") -> dist.ProcessGroup:
-    """Made once and kept. One that is destroyed and made again finds the old one's addresses in the store."""
-    global _groups
-    default = dist.group.WORLD
-    if _groups is None or _groups[0] is not default:
-        _groups = (default, {})
-    key = (tuple(ranks), backend, use)
-    if key not in _groups[1]:
-        _groups[1][key] = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=max(120.0, 10 * budget_s)),
-            backend=backend,
-            use_local_synchronization=True,
-        )
-    return cast(dist.ProcessGroup, _groups[1][key])
+def _group_of(ranks: Sequence[int], backend: str, use: str, whole: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group for one use among all processes. Where only some of them measure, the group they gave does for all.
 
-
-_groups: tuple[object, dict[object, object]] | None = None  # of which default group
+    Groups that only their members make are named by torch after their ranks alone, so a second one over the same ranks
+    would find the first one's addresses; and those that all make must be made by all.
+    """
+    if len(dist.get_process_group_ranks(whole)) < dist.get_world_size():
+        return whole
+    return lasting_group(f"measuring, {use}", ranks, backend, _PATIENCE_S)
 
 
 @contextmanager
@@ -416,7 +410,10 @@ def _with_links(
     cluster: Cluster, world: _World, seats: Sequence[Seat], step: Callable[[], object]
 ) -> tuple[Cluster, float]:
     """The cluster with its collectives measured, and how far they lie from their lines."""
-    within = _inside_hosts(cluster, world, seats) if 1 < cluster.nodes < cluster.devices else None
+    # Groups inside hosts must be made by all processes: where only some measure, all links are taken to be alike.
+    all_measure = dist.get_world_size(world.group) == dist.get_world_size()
+    has_two_links = 1 < cluster.nodes < cluster.devices
+    within = _inside_hosts(cluster, world, seats) if has_two_links and all_measure else None
     wire = Wire(world.group, world.device, Network(cluster))
     fits = fit_ways(wire, world.council, world.device, world.dtype, world.budget_s, step=step)
     gather = next(fit.link for fit in fits if (fit.collective, fit.way) == ("all_gather", "padded"))
@@ -435,11 +432,15 @@ def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Lin
     """The link of the slowest host, all hosts talking to themselves at once."""
     ranks, me = dist.get_process_group_ranks(world.group), dist.get_rank(world.group)
     nodes = _node_names(seats)
-    mine = [ranks[rank] for rank, node in enumerate(nodes) if node == nodes[me]]
     found: Link | None = None
-    if len(mine) > 1:
-        group = _new_group(mine, _backend(seats), world.budget_s)
-        council = _new_group(mine, "gloo", world.budget_s, "council")
+    for node in dict.fromkeys(nodes):
+        inside = [ranks[rank] for rank, other in enumerate(nodes) if other == node]
+        if len(inside) == 1:
+            continue
+        group = lasting_group("measuring, talk", inside, _backend(seats), _PATIENCE_S)
+        council = lasting_group("measuring, council", inside, "gloo", _PATIENCE_S)
+        if node != nodes[me]:
+            continue
         part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == nodes[me])
         wire = Wire(group, world.device, Network(part))
         fits = fit_ways(
@@ -450,7 +451,7 @@ def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Lin
             world.budget_s / len(WAYS),
             (("all_gather", "padded"),),
         )
-        size, line = len(mine), fits[0].link
+        size, line = len(inside), fits[0].link
         found = Link(line.latency_s / (size - 1), max(line.bytes_per_s * (size - 1) / size, 1.0))
     told = [link for link in cast(list[Link | None], world.council.hear(found)) if link is not None]
     return Link(max(link.latency_s for link in told), min(link.bytes_per_s for link in told))

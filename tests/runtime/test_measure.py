@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -122,25 +122,16 @@ def test_progress_is_told_and_random_numbers_stay(
         assert told == [(k, len(told)) for k in range(1, len(told) + 1)]
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Crew]:
-    """Workers of their own: measuring makes groups of some of them."""
-    with Crew(3) as crew:
-        yield crew
-
-
-@pytest.mark.slow
-def test_hosts_become_nodes(three: Crew) -> None:
+def test_hosts_become_nodes(crews: Callable[[int], Crew]) -> None:
     """Two ranks of one host, one of another: a link of its own inside, and names that a cluster allows."""
-    cluster = three.run(take, small_graph(), ("big/box", "big/box", "small box"))[0][0].cluster
+    cluster = crews(3).run(take, small_graph(), ("big/box", "big/box", "small box"))[0][0].cluster
     assert cluster.node_names == ("big-box", "small-box")
     assert [kind.node for kind in cluster.kinds][-1] == "small-box"
     assert cluster.within != cluster.between
 
 
-@pytest.mark.slow
-def test_a_group_of_some(three: Crew) -> None:
-    assert three.run(of_some, small_graph(), [0, 2]) == [2, 0, 2]
+def test_a_group_of_some(crews: Callable[[int], Crew]) -> None:
+    assert crews(3).run(of_some, small_graph(), [0, 2]) == [2, 0, 2]
 
 
 def test_one_process_needs_no_group() -> None:
