@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test test-all check format bench docs clean
+.PHONY: demo test test-all check format bench proof figures docs clean
 
 demo: $(READY)
 	@$(BIN)/lopsided demo
@@ -28,6 +28,15 @@ bench: $(READY)
 	@$(BIN)/python benchmarks/algebra.py
 	@$(BIN)/python benchmarks/planner.py
 	@$(BIN)/python benchmarks/runtime.py
+
+# Needs a quiet machine and root (unequal hosts); about an hour. GPU labs: benchmarks/proof.py --lab lab-gpu
+proof: $(READY)
+	@for lab in lab-cpu lab-cpu-2link lab-even; do $(BIN)/python benchmarks/proof.py --lab $$lab || exit 1; done
+	@for lab in lab-cpu lab-cpu-2link; do $(BIN)/python benchmarks/proof.py --lab $$lab --ablate all || exit 1; done
+	@$(BIN)/python benchmarks/accuracy.py --lab lab-cpu
+
+figures: $(READY)
+	@$(BIN)/python benchmarks/figures.py
 
 docs: $(READY)
 	@$(BIN)/python docs/generate.py

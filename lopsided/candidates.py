@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lopsided.ablation import OVERLAP, SEGMENTS, STATE_SHARES, in_the_open
 from lopsided.classics import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
 from lopsided.cluster import Cluster
 from lopsided.cost import Costs, Optimizer, Scale
@@ -132,8 +133,13 @@ def speed_dtype(graph: Graph) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype], default="f32")
 
 
-def _seed(cluster: Cluster, weights: Sequence[float]) -> Shares:
-    """Work shares proportional to a weight per kind. State shares are equal to begin with: who gathers, pads."""
+def _seed(cluster: Cluster, weights: Sequence[float], *, tied: bool = False) -> Shares:
+    """Work shares proportional to a weight per kind. State shares are equal to begin with: who gathers, pads.
+
+    Unless they are tied to the work shares.
+    """
+    if tied:
+        return Shares(_per_device(cluster, weights))
     equal = _per_device(cluster, [1.0 for _ in cluster.kinds])
     return Shares(_per_device(cluster, weights), named=((STATE, equal),))
 
@@ -158,10 +164,11 @@ class Workshop:
         optimizer: Optimizer,
         limits: Limits,
         progress: Callable[[Progress], None],
+        without: frozenset[str] = frozenset(),
     ) -> None:
         self.graph, self.book, self.optimizer = graph, book, optimizer
         self.plain_book = book  # without segments
-        self.limits, self.progress = limits, progress
+        self.limits, self.progress, self.without = limits, progress, without
         self.dtype = speed_dtype(graph)
         self.trained = {leaf.value.name for leaf in graph.parameters if leaf.value.grad}
         self.best: Candidate | None = None
@@ -172,9 +179,11 @@ class Workshop:
         self.searches = self.states = 0
         self.first: Found | None = None  # search of the whole cluster without other limits than the user's
         self.plain: tuple[tuple[str, Program, bool], ...] = ()
-        self.last_hidden: Hidden | None = None  # the estimate that led to the best program
+        # The estimate that led to the best program.
+        self.last_hidden: Hidden | None = NOTHING_HIDDEN if OVERLAP in without else None
         self.log: list[str] = []
         self.interrupted = False
+        self.fewest_devices = 1  # a plan may use
         self._costs: dict[str, Costs] = {}
         self._ideal: dict[str, float] = {}
         self._laid: dict[tuple[str, int, bool], Laid] = {}
@@ -214,9 +223,10 @@ class Workshop:
         memory = bytes_per_kind(laid.held, scale)
         fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
         candidate = Candidate(name, on, program, shares, regather, timeline, memory, fits, found)
-        if candidate.beats(self.best) and self.limits.respected_by(program):
+        may_be_chosen = on.devices >= self.fewest_devices and self.limits.respected_by(program)
+        if candidate.beats(self.best) and may_be_chosen:
             self.best = candidate
-        if self.best is None and self.limits.respected_by(program):
+        if self.best is None and may_be_chosen:
             self.tried.append(candidate)
         return candidate
 
@@ -227,6 +237,8 @@ class Workshop:
             if len(self._laid) >= _REMEMBERED:
                 self._laid.pop(next(iter(self._laid)))
             schedule = lay_out(program, self.costs(on), regather=regather)
+            if OVERLAP in self.without:
+                schedule = in_the_open(schedule)
             # The step that works with most is that of the device with the largest share.
             fewest = max(round(1 / max(self.by_speed(on))), 1)
             held = holdings(program, self.optimizer, regather=regather, devices=fewest)
@@ -234,13 +246,16 @@ class Workshop:
         return self._laid[key]
 
     def equal(self, on: Cluster) -> Shares:
-        return _seed(on, [1.0 for _ in on.kinds])
+        return self._seed(on, [1.0 for _ in on.kinds])
 
     def by_speed(self, on: Cluster) -> Shares:
-        return _seed(on, [kind.flops(self.dtype) for kind in on.kinds])
+        return self._seed(on, [kind.flops(self.dtype) for kind in on.kinds])
 
     def by_memory(self, on: Cluster) -> Shares:
-        return _seed(on, [float(kind.memory_bytes) for kind in on.kinds])
+        return self._seed(on, [float(kind.memory_bytes) for kind in on.kinds])
+
+    def _seed(self, on: Cluster, weights: Sequence[float]) -> Shares:
+        return _seed(on, weights, tied=STATE_SHARES in self.without)
 
     def is_promising(self, part: Cluster) -> bool:
         """Whether improving on a part may lead to something: not on fewer devices of kinds of which more were too few,
@@ -349,6 +364,7 @@ class Workshop:
                 on,
                 network,
                 reference=reference,
+                tied=(STATE,) if STATE_SHARES in self.without else (),
                 memory_limits=memory_limits(on),
                 polish=polish,
                 judge=lambda shares: run(laid.schedule, network, Scale(on, shares)).step_s,
@@ -538,6 +554,8 @@ class Workshop:
 
     def segmented(self, candidate: Candidate) -> Candidate | None:
         """The same program with shares of its own for each part of the model."""
+        if SEGMENTS in self.without:
+            return None
         costs = self.costs(candidate.on)
 
         def weight(step: Step) -> float:

@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch.nn.parameter import is_lazy
 
-from lopsided import cli_demo, cli_plan, cli_run
+from lopsided import cli_demo, cli_plan, cli_profile, cli_report, cli_run, cli_train
 from lopsided.capture import capture
 from lopsided.errors import InputError, LopsidedError, ModelError, NotationError, SharesError
 from lopsided.graph import Graph
@@ -69,8 +69,13 @@ app.command("plan")(cli_plan.plan_command)
 app.command("show")(cli_plan.show_command)
 app.command("diff")(cli_plan.diff_command)
 app.command("clusters")(cli_plan.clusters_command)
+app.command("profile")(cli_profile.profile_command)
+app.command("report")(cli_report.report_command)
+app.command("trace")(cli_report.trace_command)
 app.command("run", cls=cli_run.RunCommand)(cli_run.run_command)
 app.command("convert")(cli_run.convert_command)
+app.command("train")(cli_train.train_command)
+app.command("confront")(cli_train.confront_command)
 app.command("demo")(cli_demo.demo_command)
 
 

@@ -14,19 +14,21 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from lopsided.ablation import ADDITIONS, HAP, additions_named
 from lopsided.classics import batch_size
 from lopsided.cluster import Cluster, load_cluster, preset_names
 from lopsided.cost import optimizer_named
 from lopsided.devices import shown
 from lopsided.errors import ClusterError, InputError, PlanError
 from lopsided.graph import DTYPES
+from lopsided.jsonfile import check_writable
 from lopsided.listing import (
     bytes_text,
     seconds_text,
 )
 from lopsided.plan import Plan
 from lopsided.plandiff import diff_plans
-from lopsided.planfile import check_writable, load_plan, save_plan
+from lopsided.planfile import PLAN_FILE, load_plan, save_plan
 from lopsided.planner import plan
 from lopsided.plantext import (
     baseline_lines,
@@ -71,6 +73,13 @@ def plan_command(
             help='Modules with shares of their own: "encoder.*". Can be repeated, and each gets shares of its own.'
         ),
     ] = None,
+    ablate: Annotated[
+        str,
+        typer.Option(
+            help="Plan without some of what is added to HAP, to see what it is worth: "
+            f"{', '.join(ADDITIONS)}, with commas between, or {HAP} for all."
+        ),
+    ] = "",
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     full: Annotated[bool, typer.Option("--full", help="Every step, nothing folded or shortened.")] = False,
     as_json: AsJson = False,
@@ -78,10 +87,11 @@ def plan_command(
 ) -> None:
     """Plan the fastest training of a model on a cluster: what is cut how, and who does how much."""
     if output:
-        check_writable(output)
+        check_writable(output, PLAN_FILE)
     on = _cluster_option(cluster)
     optimizer_named(optimizer)
     _check_dtype(dtype)
+    without = sorted(additions_named(name.strip() for name in ablate.split(",") if name.strip()))
     if not time_limit >= 0:
         raise InputError(f"a time limit of {time_limit:g} s", where="--time-limit", do="give seconds, 0 or more")
     with _status(quiet=as_json) as say:
@@ -96,6 +106,7 @@ def plan_command(
             time_limit_s=time_limit,
             pins=pin or (),
             segments=segment or (),
+            without=without,
             progress=lambda progress: say(progress_text(progress)),
         )
     unwritten = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -20,10 +21,12 @@ from typer.core import TyperCommand
 
 from lopsided.capture import capture
 from lopsided.errors import InputError
+from lopsided.jsonfile import check_writable
 from lopsided.listing import bytes_text
 from lopsided.models import load
 from lopsided.planfile import load_plan
 from lopsided.processes import Crew
+from lopsided.record import RUN_FILE
 from lopsided.runtime.agreement import PLAN_VARIABLE
 from lopsided.runtime.convert import convert
 from lopsided.runtime.launch import launch_words, start, torchrun_options
@@ -38,6 +41,7 @@ from lopsided.runtime.proof import (
     planned,
     prove,
 )
+from lopsided.runtime.recorder import RECORD_VARIABLE
 from lopsided.terminal import AsJson, Verbose, out, print_json, progress_bar
 from lopsided.verify import verify
 
@@ -87,6 +91,9 @@ def run_command(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="args", help="Its arguments.")] = None,
     node: Annotated[str, typer.Option(help="Which node of the plan this machine is, if there are several.")] = "",
     master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: one of them.")] = "",
+    report: Annotated[
+        str, typer.Option(metavar="RUN.json", help="Record the first steps in this file; `lopsided confront` reads it.")
+    ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the line for torchrun.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -94,9 +101,13 @@ def run_command(
     words = launch_words(
         load_plan(plan), script, arguments or (), node=node, master=master, options=context.meta[_PASSED_ON]
     )
+    if report:
+        check_writable(report, RUN_FILE)
+        os.environ[RECORD_VARIABLE] = str(Path(report).resolve())
     if dry_run:
         path = shlex.quote(str(Path(plan).resolve()))
-        out.print(escape(f"{PLAN_VARIABLE}={path} torchrun {shlex.join(words)}"))
+        recorded = f"{RECORD_VARIABLE}={shlex.quote(os.environ[RECORD_VARIABLE])} " if report else ""
+        out.print(escape(f"{PLAN_VARIABLE}={path} {recorded}torchrun {shlex.join(words)}"))
         return
     start(plan, words)
 

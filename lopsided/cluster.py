@@ -25,6 +25,16 @@ of eight. A kind is found `count` times in each of `nodes` nodes; kinds with the
     [collectives.all_gather]                       # where measured: seconds = latency + bytes of the whole / (bytes/s)
     padded = { latency_s = 2e-4, bytes_per_s = 8.2e8 }
 
+What else may be given: `overhead_s` of devices (what their processes take around every op and conversion, forward or
+backward, beside the op itself), `drag` (what part of their computing stands still while something is sent behind it),
+`stretch` (how much longer what is sent behind computing takes), `skew` of a collective (the part of its seconds a byte
+that grows with the largest piece), and links between two nodes that are not as fast as the others:
+
+    [[links.pair]]
+    nodes = ["big-1", "small"]
+    latency_s = 1e-3
+    bytes_per_s = 2.5e7
+
 Files may come from strangers: every key, type and range is checked, here and in the types themselves.
 """
 
@@ -90,6 +100,8 @@ class Cluster:
     """Kinds of devices and the links between them. Devices are numbered kind by kind, in a kind node by node.
 
     `collectives` holds what was measured: (collective, implementation, latency and bytes/s of the whole tensor).
+    `pairs` are links between two nodes that are unlike `between`. `stretch` is how many times as long a transfer takes
+    when devices compute beside it.
     """
 
     name: str
@@ -98,6 +110,8 @@ class Cluster:
     within: Link
     between: Link
     collectives: tuple[tuple[str, str, Link], ...] = ()
+    pairs: tuple[tuple[str, str, Link], ...] = ()
+    stretch: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"cluster {shown(self.name)}"
@@ -132,8 +146,21 @@ class Cluster:
                 )
         if len({entry[:2] for entry in self.collectives}) < len(self.collectives):
             raise ClusterError("a collective was measured twice", where=where, do="keep one of its entries")
+        self._check_pairs(where)
+        check_between(self.stretch, 1, 100, "stretch", where)
         # One order, so that equal clusters are equal however they were written.
         object.__setattr__(self, "collectives", tuple(sorted(self.collectives, key=lambda entry: entry[:2])))
+
+    def _check_pairs(self, where: str) -> None:
+        for one, other, _ in self.pairs:
+            if one == other or not {one, other} <= {*self.node_names}:
+                raise ClusterError(
+                    f"there is no link between nodes {shown(one)} and {shown(other)}",
+                    where=where,
+                    do=f"name two of {', '.join(map(shown, self.node_names[:8]))}",
+                )
+        if len({frozenset(pair[:2]) for pair in self.pairs}) < len(self.pairs):
+            raise ClusterError("a link between two nodes is given twice", where=where, do="keep one of them")
 
     # Devices and nodes
 
@@ -207,7 +234,12 @@ class Cluster:
         kinds = [[number[kind.node], kind.nodes, kind.count, kind.likeness] for kind in self.kinds]
         links = [[float(x.latency_s), float(x.bytes_per_s)] for x in (self.within, self.between)]
         measured = [[c, i, float(x.latency_s), float(x.bytes_per_s)] for c, i, x in self.collectives]
-        return hashlib.sha256(json.dumps([kinds, links, measured]).encode()).hexdigest()[:16]
+        facts: list[object] = [kinds, links, measured]
+        if self.pairs or self.stretch != 1 or any(x.skew is not None for _, _, x in self.collectives):
+            place = {name: k for k, name in enumerate(self.node_names)}
+            pairs = sorted([*sorted([place[a], place[b]]), x.latency_s, x.bytes_per_s] for a, b, x in self.pairs)
+            facts += [pairs, self.stretch, [x.skew for _, _, x in self.collectives]]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     # Smaller clusters
 
@@ -266,9 +298,50 @@ class Cluster:
             raise ClusterError(
                 f"without {gone} no device is left", where=f"cluster {shown(self.name)}", do="keep at least one device"
             )
-        left = Cluster(self.name, self.about, tuple(kinds), self.within, self.between)
+        left = Cluster(self.name, self.about, tuple(kinds), self.within, self.between, stretch=self.stretch)
+        pairs = tuple(pair for pair in self.pairs if {*pair[:2]} <= {*left.node_names})
+        left = replace(left, pairs=pairs)
         # What was measured between nodes says nothing about the inside of one.
-        return left if left.nodes == 1 < self.nodes else replace(left, collectives=self.collectives)
+        if left.nodes == 1 < self.nodes:
+            return left
+        return replace(left, collectives=tuple(self._for_fewer(left, *entry) for entry in self.collectives))
+
+    def _for_fewer(self, left: Cluster, collective: str, way: str, link: Link) -> tuple[str, str, Link]:
+        """A measured collective among the devices that are left.
+
+        A ring of n passes (n − 1) / n of the bytes over its slowest link in n − 1 hops, and so, all links alike, do
+        messages to everyone; an all_to_all passes an n-th of that.
+        """
+        was, now = self.devices, left.devices
+        if now == 1:
+            return collective, way, link
+        hops = (now - 1) / (was - 1)
+        amount = hops * was / now * (was / now if collective == "all_to_all" else 1.0)
+        old, new = self.slowest, left.slowest
+        latency_s = link.latency_s * hops * (new.latency_s / old.latency_s if old.latency_s else 1.0)
+        bytes_per_s = min(max(link.bytes_per_s / amount * new.bytes_per_s / old.bytes_per_s, 1.0), 1e18)
+        return collective, way, Link(latency_s, bytes_per_s, link.skew)
+
+    # Links
+
+    @cached_property
+    def slowest(self) -> Link:
+        """The slowest link of a ring that goes node by node through all devices."""
+        links = [self.within] if self.devices > self.nodes else []
+        links += self.ring_between
+        return Link(max(link.latency_s for link in links), min(link.bytes_per_s for link in links))
+
+    @cached_property
+    def ring_between(self) -> tuple[Link, ...]:
+        """The links of that ring that join nodes; of nodes with no link of their own, one for all."""
+        if self.nodes == 1:
+            return () if self.devices > 1 else (self.between,)
+        if not self.pairs:
+            return (self.between,)
+        named = {frozenset(pair[:2]): pair[2] for pair in self.pairs}
+        names = self.node_names
+        around = zip(names, (*names[1:], names[0]), strict=True)
+        return tuple(named.get(frozenset(pair), self.between) for pair in around)
 
     # Text
 
@@ -277,10 +350,14 @@ class Cluster:
         lines = [f"name = {quoted(self.name)}"]
         if self.about:
             lines.append(f"about = {quoted(self.about)}")
+        if self.stretch != 1:
+            lines.append(f"stretch = {float(self.stretch)!r}")
         for kind in self.kinds:
             lines += ["", *kind_lines(kind)]
         for name, link in (("within", self.within), ("between", self.between)):
             lines += ["", f"[links.{name}]", *link_items(link)]
+        for one, other, link in self.pairs:
+            lines += ["", "[[links.pair]]", f"nodes = [{quoted(one)}, {quoted(other)}]", *link_items(link)]
         last = ""
         for collective, implementation, link in self.collectives:
             if collective != last:
@@ -430,7 +507,7 @@ def _read_measured(table: _Table) -> Measured:
 def _read_kind(table: _Table) -> Kind:
     table.allow(
         *("name", "node", "nodes", "count", "flops_per_s", "efficiency", "bytes_per_s", "memory", "launch_s", "source"),
-        "measured",
+        *("measured", "drag", "overhead_s"),
     )
     name = table.text("name", '"v100"')
     table = replace(table, where=f"{table.where} ({shown(name)})")
@@ -438,16 +515,30 @@ def _read_kind(table: _Table) -> Kind:
     nodes, count = table.whole("nodes", 1), table.whole("count", 1)
     speeds, memory = _read_speeds(table), _read_memory(table)
     bytes_per_s, launch_s = table.number("bytes_per_s", "900e9"), table.number("launch_s", "8e-6", 8e-6)
+    drag, overhead_s = table.number("drag", "0.2", 0.0), table.number("overhead_s", "2e-5", 0.0)
     measured = tuple(_read_measured(entry) for entry in table.tables("measured", "[[devices.measured]] tables"))
     with table.located():
-        return Kind(name, node, nodes, count, speeds, bytes_per_s, memory, launch_s, source, measured)
+        return Kind(name, node, nodes, count, speeds, bytes_per_s, memory, launch_s, source, measured, drag, overhead_s)
 
 
-def _read_link(table: _Table) -> Link:
-    table.allow("latency_s", "bytes_per_s")
+def _read_link(table: _Table, *more: str) -> Link:
+    table.allow("latency_s", "bytes_per_s", *more)
     latency_s, bytes_per_s = table.number("latency_s", "1e-5"), table.number("bytes_per_s", "12.5e9")
+    skew = table.number("skew", "0.5") if "skew" in table.items else None
     with table.located():
-        return Link(latency_s, bytes_per_s)
+        return Link(latency_s, bytes_per_s, skew)
+
+
+def _read_pairs(root: _Table) -> tuple[tuple[str, str, Link], ...]:
+    if "links" not in root.items:
+        return ()
+    pairs = []
+    for table in root.table("links", "{}").tables("pair", "[[links.pair]] tables"):
+        nodes = table.need("nodes", '["box", "other"]')
+        if not isinstance(nodes, list) or len(nodes) != 2 or not all(isinstance(name, str) for name in nodes):
+            raise table.wrong("nodes", nodes, '["box", "other"]')
+        pairs.append((nodes[0], nodes[1], _read_link(table, "nodes")))
+    return tuple(pairs)
 
 
 def _read_links(root: _Table, kinds: Sequence[Kind]) -> tuple[Link, Link]:
@@ -457,8 +548,8 @@ def _read_links(root: _Table, kinds: Sequence[Kind]) -> tuple[Link, Link]:
     if one_device and "links" not in root.items:
         return Link(0.0, 1e18), Link(0.0, 1e18)
     table = root.table("links", f"{{ within = {example}, between = {example} }}")
-    table.allow("within", "between")
-    given = {key: _read_link(table.table(key, example)) for key in table.items}
+    table.allow("within", "between", "pair")
+    given = {key: _read_link(table.table(key, example)) for key in table.items if key != "pair"}
     one_node = len({kind.node for kind in kinds}) == 1 and kinds[0].nodes == 1
     lone = len({kind.node for kind in kinds}) == len(kinds) and all(kind.count == 1 for kind in kinds)
     if "within" not in given and not lone:
@@ -481,7 +572,7 @@ def _read_collectives(root: _Table) -> tuple[tuple[str, str, Link], ...]:
     for collective in table.items:
         ways = table.table(collective, f"{{ {MEASURABLE[collective][0]} = {example} }}")
         ways.allow(*MEASURABLE[collective])
-        entries += [(collective, way, _read_link(ways.table(way, example))) for way in ways.items]
+        entries += [(collective, way, _read_link(ways.table(way, example), "skew")) for way in ways.items]
     return tuple(entries)
 
 
@@ -495,15 +586,16 @@ def parse_cluster(text: str, where: str = "cluster") -> Cluster:
             where=where,
             do="docs/clusters.md describes the format; `lopsided clusters NAME` prints a preset to copy and change",
         ) from None
-    root.allow("name", "about", "devices", "links", "collectives")
+    root.allow("name", "about", "stretch", "devices", "links", "collectives")
     name, about = root.text("name", '"my-cluster"'), root.text("about", '"..."', "")
     kinds = tuple(_read_kind(table) for table in root.tables("devices", "[[devices]] tables"))
     if not kinds:
         raise root.refuse("the cluster has no devices", "add a [[devices]] table")
     within, between = _read_links(root, kinds)
-    collectives = _read_collectives(root)
+    collectives, pairs = _read_collectives(root), _read_pairs(root)
+    stretch = root.number("stretch", "1.5", 1.0)
     with root.located():
-        return Cluster(name, about, kinds, within, between, collectives)
+        return Cluster(name, about, kinds, within, between, collectives, pairs, stretch)
 
 
 def preset_names() -> tuple[str, ...]:

@@ -121,9 +121,7 @@ class Network:
 
 def _used(cluster: Cluster) -> list[Link]:
     """The links that a ring through all devices uses."""
-    links = []
-    if cluster.nodes > 1:
-        links.append(cluster.between)
+    links = list(cluster.ring_between) if cluster.nodes > 1 else []
     if cluster.devices > cluster.nodes:
         links.append(cluster.within)
     return links
@@ -132,14 +130,16 @@ def _used(cluster: Cluster) -> list[Link]:
 def _around(cluster: Cluster) -> float:
     """Latency of a message that goes around the ring to all others."""
     n, nodes = cluster.devices, cluster.nodes
-    return (nodes - 1) * cluster.between.latency_s + (n - nodes) * cluster.within.latency_s
+    hop = max(link.latency_s for link in cluster.ring_between) if nodes > 1 else 0.0
+    return (nodes - 1) * hop + (n - nodes) * cluster.within.latency_s
 
 
 def _exchange(cluster: Cluster) -> float:
     """Seconds until every device has sent every other one byte."""
     n = cluster.devices
     inside = [(size - 1) / cluster.within.bytes_per_s for size in cluster.node_sizes]
-    outside = [size * (n - size) / cluster.between.bytes_per_s for size in cluster.node_sizes]
+    slowest = min((link.bytes_per_s for link in cluster.ring_between), default=cluster.between.bytes_per_s)
+    outside = [size * (n - size) / slowest for size in cluster.node_sizes]
     return max(*inside, *outside)
 
 
@@ -173,7 +173,12 @@ def _modelled(cluster: Cluster) -> _Ways:
 
 
 def _fitted(model: Way, link: Link) -> Way:
-    """What was measured with equal pieces, growing with skew as the model does."""
+    """What was measured with equal pieces, growing with skew as was measured, or as the model does."""
+    if link.skew is not None and model.s_per_byte_if_equal:
+        growing = link.skew / link.bytes_per_s
+        return replace(
+            model, latency_s=link.latency_s, s_per_byte=1 / link.bytes_per_s - growing, s_per_largest_byte=growing
+        )
     # With one device the model has no seconds to scale, and nothing is sent.
     scale = 1 / link.bytes_per_s / model.s_per_byte_if_equal if model.s_per_byte_if_equal else 0.0
     return replace(

@@ -4,14 +4,16 @@ In: a `Graph` and a `Cluster`. Out: `Costs`, which prices a node under a rule fo
 `Transfer`s, which say what is sent without saying how long that takes. Nothing here depends on shares; `Scale` brings
 them in: how large the pieces of each kind are.
 
-    seconds of an op          measured(f), where the kind has measured it                  `_fitted`
+    seconds of an op          measured(f), where the kind has measured it                  `fitted_line`
                               launch · kernels + max(flops(f) / flops_per_s,
                                                      bytes(f) / bytes_per_s) otherwise     `_roofline`
     flops(f)                  flops · f if the rule cuts anything, else flops
     bytes(f)                  Σ bytes of shards · f + Σ bytes of whole values
     gathered factors (SFB)    pieces of the shards' gradients + whole gradients            `Costs._by_factors`
+    around every op           + overhead, forward and backward                             `Costs.overheads`
     seconds of a transfer     those of the cheapest way                                    `transfer_s`
-    seconds of an update      launch / 30 + bytes moved(f) / bytes_per_s                   `Costs.update`
+    seconds of an update      measured(f), where the kind has measured the optimizer;
+                              launch / 30 + bytes moved(f) / bytes_per_s otherwise         `Costs.update`
 
 A maximum of two affine functions is not affine. Which side of the roof binds is decided at shares by speed, near which
 good shares lie, and that side is used for every f: exact there, and from below elsewhere. A device whose share is 0
@@ -22,14 +24,14 @@ Calls with equal signatures have one price, so the depth of a model costs nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from lopsided.cluster import Cluster, Kind, Measured
 from lopsided.collectives import Network
 from lopsided.errors import InputError, NotationError, ProgramError, SharesError
-from lopsided.graph import Graph, Leaf, Node, Value, signature
+from lopsided.graph import DTYPES, Graph, Leaf, Node, Value, signature
 from lopsided.imaginary import cotangent
 from lopsided.notation import Algebra, Nonlinear, Operand, Product, Rule, Sum
 from lopsided.ops.op import Call
@@ -221,6 +223,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
         Optimizer("adafactor", 0, 6),  # row and column sums only; p and g are read twice, an update in between
     )
 }
+UPDATED_ELEMENTS = 2**20
+"""Of the tensor that an update is measured for; smaller ones are its fractions."""
+
 _TENSORS_PER_LAUNCH = 30
 """A fused update takes some 30 tensors in one kernel: as many as fit in its arguments."""
 
@@ -234,6 +239,11 @@ def optimizer_named(name: str) -> Optimizer:
     return OPTIMIZERS[name]
 
 
+def update_call(optimizer: str, dtype: str) -> str:
+    """What the measured update of one tensor is called among the measured calls."""
+    return f"update:{optimizer}({dtype}[{UPDATED_ELEMENTS}])"
+
+
 # Ops
 
 
@@ -244,13 +254,14 @@ class Costs:
         self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
         self.network = Network(cluster)
         self.reruns = reruns(graph)
+        self.overheads = tuple(kind.overhead_s for kind in cluster.kinds)
         self._total: dict[str, float] = {}  # FLOP/s of all devices together, by dtype
         self._tables: tuple[dict[str, Measured], ...] = tuple({m.call: m for m in k.measured} for k in cluster.kinds)
         self._numbers: dict[object, int] = {}  # of signatures
         self._number_of: dict[str, int] = {}
         self._works: dict[int, Work] = {}
         self._ops: dict[tuple[int, Rule], OpCost] = {}
-        self._updates: dict[tuple[int, bool], tuple[Affine, ...]] = {}
+        self._updates: dict[tuple[int, str, bool], tuple[Affine, ...]] = {}
 
     def number(self, node: Node) -> int:
         """A number for what the call is: the same for calls with equal signatures that are recomputed alike."""
@@ -279,15 +290,23 @@ class Costs:
     def update(self, leaf: Leaf, placement: Placement) -> tuple[Affine, ...]:
         """The optimizer's seconds for a parameter stored so, per kind; nothing for one that is not trained."""
         size = leaf.value.bytes if leaf.kind == "parameter" and leaf.value.grad else 0
-        key = (size, placement.is_shard)
+        key = (size, leaf.value.dtype, placement.is_shard)
         seconds = self._updates.get(key)
         if seconds is None:
-            seconds = self._updates[key] = tuple(self._update(kind, *key) for kind in self.cluster.kinds)
+            seconds = self._updates[key] = tuple(
+                self._update(kind, table, *key) for kind, table in zip(self.cluster.kinds, self._tables, strict=True)
+            )
         return seconds
 
-    def _update(self, kind: Kind, size: int, is_cut: bool) -> Affine:
+    def _update(self, kind: Kind, table: Mapping[str, Measured], size: int, dtype: str, is_cut: bool) -> Affine:
         if not size:
             return FREE
+        measured = table.get(update_call(self.optimizer.name, dtype))
+        if measured is not None:
+            fitted = fitted_line(measured.forward)
+            whole = size / DTYPES[dtype].itemsize / UPDATED_ELEMENTS
+            pieces = Affine(fitted.constant, fitted.slope * whole)
+            return pieces if is_cut else Affine(pieces.at(1.0), 0.0)
         moving, launch = self.optimizer.passes * size / kind.bytes_per_s, kind.launch_s / _TENSORS_PER_LAUNCH
         return Affine(launch, moving) if is_cut else Affine(launch + moving, 0.0)
 
@@ -304,7 +323,7 @@ class Costs:
         for kind, table in zip(self.cluster.kinds, self._tables, strict=True):
             measured = table.get(text)
             if measured is not None:
-                forward.append(_fraction_or_all(_fitted(measured.forward), cut))
+                forward.append(_fraction_or_all(fitted_line(measured.forward), cut))
             else:
                 forward.append(
                     self._roofline(
@@ -312,7 +331,7 @@ class Costs:
                     )
                 )
             if measured is not None and measured.backward:
-                backward.append(_split(_fitted(measured.backward), cut, work, wanted))
+                backward.append(_split(fitted_line(measured.backward), cut, work, wanted))
             elif wanted:
                 backward.append(self._by_factors(kind, call, work, cut_at, cut, wanted, gathered))
             else:
@@ -320,6 +339,10 @@ class Costs:
                 backward.append(
                     self._roofline(kind, work.dtype, work.kernels[1], flops, work.gradient_bytes, cut_at, cut)
                 )
+        if any(self.overheads):
+            forward = [_later(affine, extra) for affine, extra in zip(forward, self.overheads, strict=True)]
+            if any(value.grad for value in call.node.results):
+                backward = [_later(affine, extra) for affine, extra in zip(backward, self.overheads, strict=True)]
         talks, back_talks = _talks(call, rule, cut)
         forwards = 2 if call.node.name in self.reruns else 1
         return OpCost(tuple(forward), tuple(backward), cut, talks, (*back_talks, *gathered), forwards)
@@ -394,12 +417,12 @@ def rule_cut(call: Call, rule: Rule) -> Cut | None:
 # Measured seconds
 
 
-def _fitted(points: Sequence[tuple[float, float]]) -> Affine:
+def fitted_line(points: Sequence[tuple[float, float]]) -> Affine:
     """Least squares through (fraction, seconds), with neither part negative.
 
     Where the free fit has a negative part the best legal one lies on the edge: through the origin, or constant.
 
-    >>> _fitted(((0.5, 3.0), (1.0, 5.0)))
+    >>> fitted_line(((0.5, 3.0), (1.0, 5.0)))
     Affine(constant=1.0, slope=4.0)
     """
     n = len(points)
@@ -414,6 +437,10 @@ def _fitted(points: Sequence[tuple[float, float]]) -> Affine:
     if slope < 0:
         return Affine(mean_y, 0.0)
     return Affine(constant, slope) if constant >= 0 else Affine(0.0, sum(x * y for x, y in points) / squares)
+
+
+def _later(seconds: Affine, extra: float) -> Affine:
+    return Affine(seconds.constant + extra, seconds.slope)
 
 
 def _fraction_or_all(fitted: Affine, cut: Cut | None) -> Affine:

@@ -98,6 +98,8 @@ class Kind:
     launch_s: float
     source: str = ""
     measured: tuple[Measured, ...] = ()
+    drag: float = 0.0  # what part of its computing stands still while something is sent behind it
+    overhead_s: float = 0.0  # what its process takes around every op and conversion, forward or backward
 
     def __post_init__(self) -> None:
         where = f"kind {shown(self.name)}"
@@ -118,6 +120,8 @@ class Kind:
         check_between(self.bytes_per_s, 1, 1e18, "bytes_per_s", where)
         check_between(self.memory_bytes, 1, 2**60, "memory", where)
         check_between(self.launch_s, 0, 3600, "launch_s", where)
+        check_between(self.drag, 0, 1, "drag", where)
+        check_between(self.overhead_s, 0, 3600, "overhead_s", where)
         if len({m.call for m in self.measured}) < len(self.measured):
             raise ClusterError(
                 "a call was measured twice", where=where, do="put its points into one [[devices.measured]]"
@@ -153,7 +157,10 @@ class Kind:
         """What a device can do, whatever it is called and wherever it sits: equal for devices that are alike."""
         speeds = sorted((dtype, float(flops)) for dtype, flops in self.flops_per_s)
         tables = sorted((m.call, _plain(m.forward), _plain(m.backward)) for m in self.measured)
-        return json.dumps([speeds, float(self.bytes_per_s), int(self.memory_bytes), float(self.launch_s), tables])
+        facts = [speeds, float(self.bytes_per_s), int(self.memory_bytes), float(self.launch_s), tables]
+        beside = [float(self.drag), float(self.overhead_s)]
+        # Devices that nobody measured are as they always were: plans for them keep their fingerprints.
+        return json.dumps([*facts, beside] if any(beside) else facts)
 
 
 def _plain(points: Points) -> list[list[float]]:
@@ -162,10 +169,16 @@ def _plain(points: Points) -> list[list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class Link:
+    """How fast bytes go. Of a measured collective, `skew` is the part of its seconds a byte that grows with the largest
+    piece, where that was measured.
+    """
+
     latency_s: float
     bytes_per_s: float
+    skew: float | None = None
 
     def __post_init__(self) -> None:
+        check_between(self.skew or 0.0, 0, 1, "skew", "a link")
         check_between(self.latency_s, 0, 3600, "latency_s", "a link")
         check_between(self.bytes_per_s, 1, 1e18, "bytes_per_s", "a link")
 
@@ -179,7 +192,8 @@ def quoted(text: str) -> str:
 
 
 def link_items(link: Link) -> list[str]:
-    return [f"latency_s = {float(link.latency_s)!r}", f"bytes_per_s = {float(link.bytes_per_s)!r}"]
+    items = [f"latency_s = {float(link.latency_s)!r}", f"bytes_per_s = {float(link.bytes_per_s)!r}"]
+    return items if link.skew is None else [*items, f"skew = {float(link.skew)!r}"]
 
 
 def kind_lines(kind: Kind) -> Iterator[str]:
@@ -193,6 +207,10 @@ def kind_lines(kind: Kind) -> Iterator[str]:
     gib, rest = divmod(kind.memory_bytes, 2**30)
     yield f'memory = "{gib} GiB"' if not rest else f"memory = {kind.memory_bytes}"
     yield f"launch_s = {float(kind.launch_s)!r}"
+    if kind.drag:
+        yield f"drag = {float(kind.drag)!r}"
+    if kind.overhead_s:
+        yield f"overhead_s = {float(kind.overhead_s)!r}"
     if kind.source:
         yield f"source = {quoted(kind.source)}"
     for measured in kind.measured:

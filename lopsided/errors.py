@@ -11,6 +11,7 @@ LopsidedError                  what went wrong, where, and what to do about it
 │   ├── ProgramError           a program text or object that is not a legal program
 │   ├── DoesNotFitError        a program that needs more memory than a device has
 │   ├── PlanError              a plan file or object that cannot be used
+│   ├── RunError               a recorded run that cannot be used
 │   ├── WorldError             processes that do not match the plan, or each other
 │   ├── BatchError             a batch or a loader that is not what was planned
 │   └── CheckpointError        a checkpoint or state dict that cannot be saved, read or applied
@@ -75,6 +76,10 @@ class DoesNotFitError(InputError):
 
 class PlanError(InputError):
     """A plan file or object that cannot be used, written or compared."""
+
+
+class RunError(InputError):
+    """A recorded run that cannot be used, written or compared."""
 
 
 class WorldError(InputError):

@@ -13,6 +13,9 @@ from lopsided.graph import Graph
 from lopsided.placement import Shares
 from lopsided.program import Program
 
+INTERRUPTED = "interrupted"
+"""How the note begins that says so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
@@ -80,6 +83,11 @@ class Plan:
     def devices(self) -> tuple[str, ...]:
         """The names of the devices that take part."""
         return self.on.device_names
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the planner was stopped before its end: this is the best it had found."""
+        return any(note.startswith(INTERRUPTED) for note in self.notes)
 
     def share_of(self, device: str, by: str = "") -> float:
         """The share of any device of the cluster; 0 for one that does not take part."""

@@ -22,10 +22,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 
 from lopsided.cluster import Cluster, parse_cluster
@@ -33,6 +31,14 @@ from lopsided.cost import optimizer_named
 from lopsided.devices import shown
 from lopsided.errors import LopsidedError, PlanError
 from lopsided.graph import Graph, parse_graph
+from lopsided.jsonfile import (
+    Fields,
+    FileKind,
+    parse_fields,
+    read_text,
+    write_text,
+    written,
+)
 from lopsided.placement import Placement, Shares
 from lopsided.plan import Baseline, Breakdown, Plan, SearchReport
 from lopsided.planner import predict
@@ -41,64 +47,23 @@ from lopsided.rules import derive_rules
 
 FORMAT = "lopsided-plan"
 VERSION = 1
-MOST_BYTES_OF_A_FILE = 128 * 2**20
 EDITED = "edited by hand"
 WORK = "work"
 """What the shares without a name are called in a file."""
 
-_WIDTH = 140
-_MOST_SECONDS = 1e12
-_MOST_WORDS = 10_000
 _MADE_BY = "`lopsided plan ... -o plan.json` writes such a file"
+PLAN_FILE = FileKind(PlanError, "plan", _MADE_BY)
 
 Predict = Callable[[Program, Shares, Cluster, str, bool], tuple[float, Breakdown, tuple[int, ...]]]
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    text = plan_text(plan)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise _unwritable(path, getattr(error, "strerror", None) or str(error)) from None
-
-
-def check_writable(path: str | Path) -> None:
-    """Refuse a path to which no plan can be written, before time is spent on making one."""
-    path = Path(path)
-    try:
-        if path.is_dir():
-            raise _unwritable(path, "this is a directory", "name a file in it")
-        if not path.parent.is_dir():
-            raise _unwritable(path, f"there is no folder {shown(str(path.parent))}", "make the folder first")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise _unwritable(path, "it is not allowed")
-    except (OSError, ValueError) as error:
-        raise _unwritable(path, getattr(error, "strerror", None) or str(error)) from None
-
-
-def _unwritable(path: str | Path, why: str, do: str = "") -> PlanError:
-    do = do or "name a file in a folder that can be written to and has room"
-    return PlanError(f"the plan cannot be written: {why}", where=str(path), do=do)
+    write_text(path, plan_text(plan), PLAN_FILE)
 
 
 def load_plan(path: str | Path, namespaces: Collection[str] = ()) -> Plan:
     """The plan in a file. `namespaces` are those of your own ops, if its model uses any."""
-    path = Path(path)
-    try:
-        # Only plain files: a pipe would wait for ever, a device never end.
-        if not path.is_file():
-            what = "there is no such file"
-            if path.exists():
-                what = "this is a directory" if path.is_dir() else "this is not a plain file"
-            raise PlanError(what, where=str(path), do=f"give the path of a plan file; {_MADE_BY}")
-        if path.stat().st_size > MOST_BYTES_OF_A_FILE:
-            raise PlanError(
-                f"the file is larger than {MOST_BYTES_OF_A_FILE:,} bytes", where=str(path), do="give a plan file"
-            )
-        text = path.read_bytes().decode()
-    except (OSError, ValueError) as error:
-        raise PlanError(f"the file cannot be read: {error}", where=str(path), do=_MADE_BY) from None
-    return parse_plan(text, str(path), namespaces)
+    return parse_plan(read_text(path, PLAN_FILE), str(path), namespaces)
 
 
 # Writing
@@ -142,7 +107,7 @@ def plan_text(plan: Plan) -> str:
             "on": plan.on.fingerprint,
         },
     }
-    return _written(told) + "\n"
+    return written(told) + "\n"
 
 
 _BREAKDOWN = ("compute_s", "optimizer_s", "blocking_s", "exposed_s", "waiting_s", "hidden_s")
@@ -191,28 +156,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _written(value: object, indent: str = "") -> str:
-    """JSON with a line for each line of text, and a row of numbers on one."""
-    inner = indent + "  "
-    if isinstance(value, dict):
-        parts = [f"{json.dumps(key, ensure_ascii=False)}: {_written(part, inner)}" for key, part in value.items()]
-        line = f"{{{', '.join(parts)}}}"
-        if indent and len(line) <= _WIDTH and not any(isinstance(part, dict | list) for part in value.values()):
-            return line
-    elif isinstance(value, list) and any(isinstance(part, str | dict | list) for part in value):
-        parts = [_written(part, inner) for part in value]
-    else:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    left, right = "{}" if isinstance(value, dict) else "[]"
-    return left + ",".join(f"\n{inner}{part}" for part in parts) + (f"\n{indent}" if parts else "") + right
-
-
 # Reading
 
 
 def parse_plan(text: str, where: str = "plan", namespaces: Collection[str] = (), *, predict: Predict = predict) -> Plan:
     """The plan a text describes; `where` is what refusals call the text."""
-    root = _Object(_json(text, where), where)
+    root = parse_fields(text, where, PLAN_FILE)
     _check_version(root)
     root.has_only(_KEYS)
     cluster = _cluster(root, "cluster")
@@ -260,139 +209,7 @@ _KEYS = (
 )
 
 
-def _json(text: str, where: str) -> Mapping[str, object]:
-    def refuse(what: str) -> PlanError:
-        return PlanError(what, where=where, do=f"undo the edit, or make the plan anew: {_MADE_BY}")
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(key for k, (key, _) in enumerate(pairs) if key in dict(pairs[:k]))
-            raise refuse(f"{shown(twice)} is given twice")
-        return found
-
-    def constant(name: str) -> object:
-        raise refuse(f"{name} is not a number of a plan")
-
-    if len(text) > MOST_BYTES_OF_A_FILE:
-        raise refuse(f"the text is longer than {MOST_BYTES_OF_A_FILE:,} characters")
-    try:
-        value = json.loads(text, object_pairs_hook=once, parse_constant=constant)
-    except json.JSONDecodeError as error:
-        raise refuse(f"this is not JSON: {error.msg} in line {error.lineno}") from None
-    except RecursionError:
-        raise refuse("the lists of this file nest too deep") from None
-    except ValueError:  # Python does not read integers of more than some thousand digits
-        raise refuse("a number in this file has too many digits") from None
-    if not isinstance(value, dict):
-        raise refuse(f"this is {shown(value)}, not a plan")
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
-    """An object of the file and where it is: hands out what is there, of the type that is asked for."""
-
-    items: Mapping[str, object]
-    where: str
-
-    def refuse(self, what: str, do: str) -> PlanError:
-        return PlanError(what, where=self.where, do=do)
-
-    def has_only(self, keys: Sequence[str]) -> None:
-        for key in self.items:
-            if key not in keys:
-                raise self.refuse(f"{shown(key)} is not known here", f"leave it out; known are {', '.join(keys)}")
-
-    @contextmanager
-    def located(self, what: str) -> Iterator[None]:
-        """What others refuse, with the place in the file."""
-        try:
-            yield
-        except LopsidedError as error:
-            place = ", ".join(filter(None, (self.where, what, error.where)))
-            raise PlanError(error.what, where=place, do=error.do, **error.facts) from None
-
-    def get(self, key: str) -> object:
-        if key not in self.items:
-            raise self.refuse(f'"{key}" is missing', "undo the edit, or make the plan anew")
-        return self.items[key]
-
-    def wrong(self, key: str, value: object, wanted: str) -> PlanError:
-        return self.refuse(f'"{key}" is {shown(value)}', f"give {wanted}")
-
-    def text(self, key: str) -> str:
-        return self._text(key, self.get(key))
-
-    def _text(self, key: str, value: object) -> str:
-        # What is said about a plan is printed on terminals.
-        if not isinstance(value, str) or len(value) > _MOST_WORDS or not value.isprintable():
-            raise self.wrong(key, value, f"a text of one line, at most {_MOST_WORDS:,} characters")
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        return tuple(self._text(key, part) for part in self.entries(key))
-
-    def lines(self, key: str) -> tuple[str, ...]:
-        """Lines of a text that has its own reader."""
-        parts = self.entries(key)
-        for part in parts:
-            if not isinstance(part, str) or "\n" in part:
-                raise self.wrong(key, part, "a list of lines")
-        return tuple(str(part) for part in parts)
-
-    def entries(self, key: str) -> list[object]:
-        value = self.get(key)
-        if not isinstance(value, list):
-            raise self.wrong(key, value, "a list")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self.get(key)
-        if not isinstance(value, bool):
-            raise self.wrong(key, value, "true or false")
-        return value
-
-    def seconds(self, key: str, *, null: bool = False, least: float = 0.0) -> float:
-        return self._number(key, self.get(key), _MOST_SECONDS, null=null, least=least)
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        return tuple(self._number(key, part, 1.0) for part in self.entries(key))
-
-    def _number(self, key: str, value: object, most: float, *, null: bool = False, least: float = 0.0) -> float:
-        if value is None and null:
-            return math.inf
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise self.wrong(key, value, f"a number from 0 to {most:g}{', or null' if null else ''}")
-        return float(value)
-
-    def whole(self, key: str) -> int:
-        return self._whole(key, self.get(key))
-
-    def wholes(self, key: str) -> tuple[int, ...]:
-        return tuple(self._whole(key, part) for part in self.entries(key))
-
-    def _whole(self, key: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-            raise self.wrong(key, value, "a whole number of 0 or more")
-        return value
-
-    def part(self, key: str) -> _Object:
-        value = self.get(key)
-        if not isinstance(value, dict):
-            raise self.wrong(key, value, "an object: { ... }")
-        return _Object(value, f'{self.where}, "{key}"')
-
-    def parts(self, key: str) -> list[_Object]:
-        found = []
-        for k, value in enumerate(self.entries(key), 1):
-            if not isinstance(value, dict):
-                raise self.wrong(key, value, "a list of objects: { ... }")
-            found.append(_Object(value, f'{self.where}, "{key}" {k}'))
-        return found
-
-
-def _check_version(root: _Object) -> None:
+def _check_version(root: Fields) -> None:
     if root.items.get("format") != FORMAT:
         raise root.refuse(f'this is not a plan: its "format" is not "{FORMAT}"', _MADE_BY)
     version = root.whole("version")
@@ -406,7 +223,7 @@ def _check_version(root: _Object) -> None:
         raise root.refuse(f"there is no version {shown(version)} of the format", "make the plan anew")
 
 
-def _check_fingerprint(root: _Object, key: str, found: str) -> None:
+def _check_fingerprint(root: Fields, key: str, found: str) -> None:
     prints = root.part("fingerprints")
     prints.has_only(("graph", "cluster", "on"))
     if prints.text(key) != found:
@@ -417,21 +234,21 @@ def _check_fingerprint(root: _Object, key: str, found: str) -> None:
         )
 
 
-def _cluster(root: _Object, key: str) -> Cluster:
+def _cluster(root: Fields, key: str) -> Cluster:
     with root.located(f'"{key}"'):
         cluster = parse_cluster("\n".join(root.lines(key)) + "\n", "its TOML")
     _check_fingerprint(root, key, cluster.fingerprint)
     return cluster
 
 
-def _graph(root: _Object, namespaces: Collection[str]) -> Graph:
+def _graph(root: Fields, namespaces: Collection[str]) -> Graph:
     with root.located('"graph"'):
         graph = parse_graph("\n".join(root.lines("graph")) + "\n", namespaces=namespaces)
     _check_fingerprint(root, "graph", graph.fingerprint)
     return graph
 
 
-def _program(root: _Object, graph: Graph) -> Program:
+def _program(root: Fields, graph: Graph) -> Program:
     lines = root.lines("program")
     try:
         program = parse_program("\n".join(lines) + "\n", graph)
@@ -459,7 +276,7 @@ def _numbered(place: str, lines: Sequence[str]) -> str:
     return place if number is None else f"line {number}: {place}"
 
 
-def _shares(root: _Object, on: Cluster) -> Shares:
+def _shares(root: Fields, on: Cluster) -> Shares:
     table = root.part("shares")
     work = table.numbers(WORK)
     named = []
@@ -481,18 +298,18 @@ def _shares(root: _Object, on: Cluster) -> Shares:
         return Shares(work, tuple(named), tuple(cuts))
 
 
-def _breakdown(table: _Object) -> Breakdown:
+def _breakdown(table: Fields) -> Breakdown:
     table.has_only(_BREAKDOWN)
     # Differences of sums: what should be 0 can be a rounding below.
     return Breakdown(*(table.seconds(key, least=-1e-9) for key in _BREAKDOWN))
 
 
-def _baseline(table: _Object) -> Baseline:
+def _baseline(table: Fields) -> Baseline:
     table.has_only(_BASELINE)
     return Baseline(table.text("name"), table.text("about"), table.seconds("step_s", null=True), table.flag("fits"))
 
 
-def _search(table: _Object) -> SearchReport:
+def _search(table: Fields) -> SearchReport:
     table.has_only((*_SEARCH, "rounds"))
     return SearchReport(
         table.seconds("seconds"),
@@ -506,7 +323,7 @@ def _search(table: _Object) -> SearchReport:
     )
 
 
-def _named_seconds(table: _Object, names: Collection[str]) -> tuple[tuple[str, float], ...]:
+def _named_seconds(table: Fields, names: Collection[str]) -> tuple[tuple[str, float], ...]:
     known = {*names}
     for name in table.items:
         if name not in known:
@@ -517,14 +334,14 @@ def _named_seconds(table: _Object, names: Collection[str]) -> tuple[tuple[str, f
 # Edits
 
 
-def _edited(plan: Plan, predicted: _Object) -> tuple[str, ...]:
+def _edited(plan: Plan, predicted: Fields) -> tuple[str, ...]:
     """What in the file is not what it was when the file was written."""
     now = _prediction_of(plan)
     predicted.has_only(tuple(now))
     return tuple(key for key, value in now.items() if predicted.get(key) != value)
 
 
-def _predicted_anew(plan: Plan, edited: Sequence[str], root: _Object, predict: Predict) -> Plan:
+def _predicted_anew(plan: Plan, edited: Sequence[str], root: Fields, predict: Predict) -> Plan:
     _check_names(plan, root)
     program, shares = plan.program, plan.shares
     dropped = "shares" in edited and "cuts" not in edited and bool(shares.cuts)
@@ -566,7 +383,7 @@ def _what_was_edited(edited: Sequence[str], dropped: bool) -> Iterator[str]:
         )
 
 
-def _check_names(plan: Plan, root: _Object) -> None:
+def _check_names(plan: Plan, root: Fields) -> None:
     """A name without shares means the work shares; in a line that was typed it is more likely a slip."""
     known = {"", "state", *(name for name, _ in plan.shares.named)}
     for value, placement in _placed(plan.program):

@@ -13,11 +13,12 @@ import fnmatch
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
+from lopsided.ablation import ADDITIONS, DEVICES, SEGMENTS, Belief, additions_named, beliefs, fewer_rules
 from lopsided.candidates import Candidate, Limits, Workshop
 from lopsided.capture import LossFn, capture
 from lopsided.classics import STATE, stored_so
@@ -29,7 +30,7 @@ from lopsided.memory import bytes_per_kind, holdings
 from lopsided.notation import Rule
 from lopsided.parts import parts
 from lopsided.placement import I, Placement, Shares, parse_placement
-from lopsided.plan import Baseline, Breakdown, Plan, SearchReport
+from lopsided.plan import INTERRUPTED, Baseline, Breakdown, Plan, SearchReport
 from lopsided.prices import NOTHING_HIDDEN
 from lopsided.program import Program, check_program
 from lopsided.retype import in_dtype
@@ -61,13 +62,15 @@ def plan(
     time_limit_s: float = math.inf,
     pins: Sequence[str] = (),
     segments: Sequence[str] = (),
+    without: Sequence[str] = (),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The fastest way to train `model` on `cluster` (a preset's name, a file or a `Cluster`).
 
     The batch is the global one: all devices together train on it in one step. `dtype` plans for the model in another
     floating dtype than it has. `pins` such as `"encoder.*.weight=I"` fix how parameters are stored, `segments` such as
-    `"encoder.*"` give parts of the model shares of their own.
+    `"encoder.*"` give parts of the model shares of their own. `without` some of what this planner adds to HAP
+    (`lopsided.ablation`) it shows what that is worth.
     """
     where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     started = time.perf_counter()
@@ -82,6 +85,7 @@ def plan(
         time_limit_s=time_limit_s,
         pins=pins,
         segments=segments,
+        without=without,
         progress=progress,
     )
     return replace(found, capture_s=capture_s)
@@ -96,6 +100,7 @@ def plan_graph(
     time_limit_s: float = math.inf,
     pins: Sequence[str] = (),
     segments: Sequence[str] = (),
+    without: Sequence[str] = (),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The plan of a captured graph."""
@@ -103,16 +108,56 @@ def plan_graph(
         raise InputError(f"a time limit of {time_limit_s} s is not one", do="give seconds, 0 or more")
     started = time.perf_counter()
     rules = book or derive_rules(graph)
-    limits = _limits(rules, pins, started + time_limit_s)
-    shop = Workshop(graph, rules, optimizer_named(optimizer), limits, progress)
-    in_segments = given_segments(rules, segments) if segments else None
+    left_out = additions_named(without)
+    task = _Task(graph, rules, optimizer, started, time_limit_s, pins, segments, left_out, progress)
+    if not left_out:
+        return _planned(task, cluster)
+    if segments and SEGMENTS in left_out:
+        raise InputError("segments are given, and are to be left out", do="leave one of the two away")
+    as_believed = [(_planned(task, belief.cluster), belief) for belief in beliefs(cluster, left_out)]
+    found, belief = min(as_believed, key=lambda pair: pair[0].step_s)
+    return _as_it_is(task, found, belief, cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What is asked for."""
+
+    graph: Graph
+    rules: RuleBook
+    optimizer: str
+    started: float
+    time_limit_s: float
+    pins: Sequence[str]
+    segments: Sequence[str]
+    without: frozenset[str]
+    progress: Callable[[Progress], None]
+
+    def shop(self, *, whole: bool = False) -> Workshop:
+        """The workshop; the whole of it, whatever is to be left out."""
+        without = frozenset[str]() if whole else self.without
+        rules = fewer_rules(self.rules, without)
+        kept = optimizer_named(self.optimizer)
+        shop = Workshop(self.graph, rules, kept, self.limits(rules), self.progress, without)
+        shop.plain_book = self.rules
+        return shop
+
+    def limits(self, rules: RuleBook) -> Limits:
+        return _limits(rules, self.pins, self.started + self.time_limit_s)
+
+
+def _planned(task: _Task, cluster: Cluster) -> Plan:
+    shop = task.shop()
+    if DEVICES in task.without:
+        shop.fewest_devices = cluster.devices
+    in_segments = given_segments(shop.book, task.segments) if task.segments else None
     classics = list(shop.classics(cluster))
     try:
-        for part in parts(cluster, shop.dtype):
+        for part in [cluster] if DEVICES in task.without else parts(cluster, shop.dtype):
             if shop.is_promising(part):
                 shop.improve(part, seeds=3 if part is cluster else 1)
         if in_segments is not None:
-            shop.within(in_segments, _limits(in_segments, pins, started + time_limit_s)).improve(cluster)
+            shop.within(in_segments, task.limits(in_segments)).improve(cluster)
         for finish in (shop.partly_stored_cut, shop.segmented, shop.settled):
             if shop.limits.left_s:
                 finish(shop.chosen)
@@ -122,7 +167,32 @@ def plan_graph(
         shop.interrupted = True
         worth = {}, {}
     classics += shop.classic_on_part(cluster)
-    return _answer(shop, cluster, classics, *worth, time.perf_counter() - started)
+    return _answer(shop, cluster, classics, *worth, time.perf_counter() - task.started)
+
+
+def _as_it_is(task: _Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan:
+    """What was chosen with less than there is to know, predicted with all of it.
+
+    What each device is worth was believed only, and is left away.
+    """
+    on = belief.as_it_is(found.on)
+    step_s, breakdown, memory = predict(found.program, found.shares, on, task.optimizer, found.regather)
+    left_out = ", ".join(name for name in ADDITIONS if name in task.without)
+    return replace(
+        found,
+        cluster=belief.real,
+        on=on,
+        step_s=step_s,
+        breakdown=breakdown,
+        memory_bytes=memory,
+        baselines=tuple(
+            Baseline(c.name, ABOUT[c.name], c.step_s, c.fits) for c in task.shop(whole=True).classics(cluster)
+        ),
+        without_device=(),
+        without_node=(),
+        notes=(f"planned without {left_out}; chosen as a step of {found.step_s:.4g} s", *found.notes),
+        planning_s=time.perf_counter() - task.started,
+    )
 
 
 # What narrows the search
@@ -357,7 +427,7 @@ def _notes(shop: Workshop, cluster: Cluster, best: Candidate) -> Iterator[str]:
     for node in shop.book.only_whole:
         yield f"{node.op} runs whole on every device ({node.source}): nobody has described how it could be cut"
     if shop.interrupted:
-        yield "interrupted: this is the best so far"
+        yield f"{INTERRUPTED}: this is the best so far"
     elif not shop.limits.left_s:
         yield "the time limit was reached: this is the best so far"
     if best.found is not None and best.found.gap > 0:

@@ -61,6 +61,9 @@ class SharePrices:
         self.costs, self.scale = costs, scale
         self.hidden, self.byte_s, self.regather = hidden, byte_s, regather
         self._retaken = retaken(costs.graph)
+        # Of a device in the mean: which one will be the slowest is not known yet.
+        kinds = costs.cluster.kinds
+        self._drag = sum(kind.drag * kind.devices for kind in kinds) / costs.cluster.devices
         self._saves = {} if saves is None else saves
         self._conversions: dict[object, float] = {}
         self._fetches: dict[object, float] = {}
@@ -107,13 +110,17 @@ class SharePrices:
         seconds = 0.0
         if there is not None:
             again = there.collective == "all_gather" and (recomputed or (self.regather and value.grad))
-            seconds += self._bucketed(there) * (2 if again else 1) * (1 - self.hidden.ahead)
+            seconds += self._bucketed(there) * (2 if again else 1) * self._shown(self.hidden.ahead)
         if back is not None:
-            seconds += self._bucketed(back) * (1 - self.hidden.after)
+            seconds += self._bucketed(back) * self._shown(self.hidden.after)
         # A term of a sum is as large as the whole, and only what was gathered can be gathered again.
         if self.byte_s and stored.is_shard and (to.kind == "P" or (to.is_whole and not (self.regather or recomputed))):
             seconds += self._held((Holding(value.name, "gathered", value.bytes, None),))
         return seconds
+
+    def _shown(self, hidden: float) -> float:
+        """Of a second of which this part is covered, what still counts: what is covered drags on computing."""
+        return 1 - hidden * (1 - self._drag)
 
     def is_cheap(self, node: Node) -> bool:
         touched = sum(v.elements for v in node.results)

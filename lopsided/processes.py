@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -46,16 +50,21 @@ class Crew:
         port = _free_port()
         self._pipes: list[Connection] = []
         self._workers: list[BaseProcess] = []
-        for rank in range(size):
-            mine, theirs = context.Pipe()
-            pinned = list(cores[rank]) if cores is not None else None
-            worker = context.Process(
-                target=_work, args=(rank, size, port, theirs, pinned, threads, timeout_s), daemon=True
-            )
-            worker.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._workers.append(worker)
+        try:
+            with _deaf_to_interrupts():
+                for rank in range(size):
+                    mine, theirs = context.Pipe()
+                    pinned = list(cores[rank]) if cores is not None else None
+                    worker = context.Process(
+                        target=_work, args=(rank, size, port, theirs, pinned, threads, timeout_s), daemon=True
+                    )
+                    worker.start()
+                    theirs.close()
+                    self._pipes.append(mine)
+                    self._workers.append(worker)
+        except KeyboardInterrupt:
+            self._end()
+            raise
 
     def __enter__(self) -> Crew:
         return self
@@ -63,7 +72,10 @@ class Crew:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is KeyboardInterrupt:
+            self._end()
+        else:
+            self.close()
 
     @property
     def folder(self) -> str:
@@ -112,6 +124,12 @@ class Crew:
         """End one worker as a crash would."""
         self._workers[rank].kill()
 
+    def _end(self) -> None:
+        """All at once: who outlives the others complains about them."""
+        for worker in self._workers:
+            worker.kill()
+        self.close()
+
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
@@ -122,6 +140,28 @@ class Crew:
                 worker.join()
         self._pipes, self._workers = [], []
         self._folder.cleanup()
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Ctrl-C waits until this is over, and is not heard at all by processes that are started in here.
+
+    It is for the parent, which ends its workers without a word. A worker that is half started would be left behind.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # which alone hears of signals
+        return
+    heard: list[int] = []
+    resource_tracker.ensure_running()  # started later, it would undo what follows
+    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if heard:
+        raise KeyboardInterrupt
 
 
 def _free_port() -> int:

@@ -74,24 +74,28 @@ def lay_out(program: Program, costs: Costs, *, regather: bool = False) -> Schedu
     made: set[_Copy] = set(program.leaves)
     forward: list[Item] = []
     rerun: dict[str, list[Item]] = {}  # of each node in a checkpointed region: what it does once more
-    undo: list[list[Transfer]] = []  # of each step: transposes of the conversions it made, in the order to run them
+    # Of each step: how many conversions it made, and their transposes, in the order to run them.
+    undo: list[tuple[int, list[Transfer]]] = []
 
     for step in program.steps:
         taken: list[Transfer] = []
         back: list[Transfer] = []
+        conversions = 0
         for name, chain in zip(step.node.operands, step.chains, strict=True):
             for there, and_back in _conversions(program, name, chain, made):
+                conversions += 1
                 is_parameter = name in parameters
                 if there is not None:
                     taken.append(replace(there, hides=True, ahead=True) if is_parameter else there)
                 if and_back is not None:
                     back.append(replace(and_back, hides=True) if is_parameter else and_back)
         made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
-        undo.append(back[::-1])
+        undo.append((conversions, back[::-1]))
         cost = costs.op(step.node, step.rule)
         computed: list[Item] = []
-        if not _is_free(cost.forward):
-            computed.append(Compute(step.node.name, False, cost.forward, cost.cut))
+        seconds = _and_around(cost.forward, costs, conversions)
+        if not _is_free(seconds):
+            computed.append(Compute(step.node.name, False, seconds, cost.cut))
         computed += [_named(talk, step) for talk in cost.talks]
         forward += [*taken, *computed]
         if step.node.name in costs.reruns:
@@ -113,9 +117,11 @@ def lay_out(program: Program, costs: Costs, *, regather: bool = False) -> Schedu
             cost = costs.op(step.node, step.rule)
             backward += gathered.get(step.node.name, ())
             backward += [_named(talk, step) for talk in cost.back_talks]
-            if not _is_free(cost.backward):
-                backward.append(Compute(step.node.name, True, cost.backward, cost.cut))
-            backward += undo.pop()
+            conversions, transposes = undo.pop()
+            seconds = _and_around(cost.backward, costs, conversions)
+            if not _is_free(seconds):
+                backward.append(Compute(step.node.name, True, seconds, cost.cut))
+            backward += transposes
     return Schedule(tuple(forward), tuple(backward), tuple(_optimizer(program, costs)))
 
 
@@ -127,6 +133,13 @@ def _conversions(
         if (name, to) not in made:
             made.add((name, to))
             yield conversion(program.graph.values[name], source, to)
+
+
+def _and_around(seconds: tuple[Affine, ...], costs: Costs, conversions: int) -> tuple[Affine, ...]:
+    """And what processes take around the conversions that an op made."""
+    if not conversions or not any(costs.overheads):
+        return seconds
+    return tuple(s + Affine(conversions * extra) for s, extra in zip(seconds, costs.overheads, strict=True))
 
 
 def _is_free(seconds: tuple[Affine, ...]) -> bool:

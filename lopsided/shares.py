@@ -28,7 +28,7 @@ solved again with less room (`balance`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -275,13 +275,15 @@ def balance(
     *,
     reference: Shares,
     names: Sequence[str] | None = None,
+    tied: Collection[str] = (),
     memory_limits: Sequence[float] | None = None,
     judge: Callable[[Shares], float] | None = None,
     polish: bool = True,
 ) -> Balance:
     """The shares with which a step takes least.
 
-    `names` are those of the shares that may differ from the work shares: every name that occurs, unless given.
+    `names` are those of the shares that may differ from the work shares: every name that occurs, unless given, but
+    those that are `tied` to the work shares.
     `memory_limits` are bytes for each kind: all of a device's memory, unless given. A `judge` (seconds of a step, at
     shares in whole units) has the last word between the best units and the nearest. Without `polish`, whole units are
     found faster, and are sometimes a little worse.
@@ -293,9 +295,9 @@ def balance(
             where=f"cluster {cluster.name}",
             do="give one limit per kind",
         )
-    load, memory = Load(schedule, len(cluster.kinds)), Memory(cluster, holdings, limits)
+    load, memory = Load(schedule, network), Memory(cluster, holdings, limits)
     if names is None:
-        names = sorted({name for name, _ in (*load.cuts(), *memory.cut)})
+        names = sorted({name for name, _ in (*load.cuts(), *memory.cut)} - {*tied})
     names, scale = tuple(dict.fromkeys(("", *names))), Scale(cluster, reference)
 
     def rounded(room: Memory) -> tuple[_Answer, Rounding, Units, Price]:

@@ -14,6 +14,11 @@ lane of communication, first in, first out, as one stream of a communication lib
     the optimizer                starts when all gradients are synchronised
     the step                     ends with the slowest kind
 
+What is sent behind computing is not quite free: it drags on it, by a part of the seconds it is under way (`Kind.drag`:
+communication threads use the core that computes, kernels of a communication library the multiprocessors). Beside
+computing it is under way for longer (`Cluster.stretch`). A device pays when it sends, and pays nothing if it then
+stands still anyway; the lane is free when the transfer would be over if nobody computed: so it is for what is awaited.
+
 A bucket pays the latency once. Its bytes add up, and so does bytes × largest, since the price of a way is linear in
 both.
 
@@ -39,12 +44,16 @@ NETWORK = "network"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something on a lane: a kind's name, or "network"."""
+    """Something on a lane: a kind's name, or "network", of which it also says what is sent how."""
 
     lane: str
     what: str
     start_s: float
     end_s: float
+    collective: str = ""
+    way: str = ""
+    whole_bytes: int = 0
+    hides: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +191,7 @@ class _Lanes:
     def __init__(self, network: Network, scale: Scale, bucket_bytes: int, events: list[Event] | None) -> None:
         self.network, self.scale, self.bucket_bytes, self.events = network, scale, bucket_bytes, events
         self.kinds = [kind.name for kind in scale.cluster.kinds]
+        self.drags = tuple(kind.drag for kind in scale.cluster.kinds)
         self.now = [0.0] * len(self.kinds)
         self.computed, self.waiting, self.exposed = [list(self.now) for _ in range(3)]
         self.free = 0.0  # when the network's lane is
@@ -234,8 +244,7 @@ class _Lanes:
             what = f"∂{item.node}" if item.backward else item.node
             for kind, start, taken in zip(self.kinds, self.now, seconds, strict=True):
                 self.events.append(Event(kind, what, start, start + taken))
-        self.now = [a + b for a, b in zip(self.now, seconds, strict=True)]
-        self.computed = [a + b for a, b in zip(self.computed, seconds, strict=True)]
+        self.charge(seconds)
 
     def block(self, transfer: Transfer) -> None:
         start = max(*self.now, self.free)
@@ -245,7 +254,7 @@ class _Lanes:
         self.blocking += taken
         self.free = start + taken
         self.now = [self.free] * len(self.now)
-        self.note(transfer.what, start)
+        self.note(transfer.what, start, transfer.collective, size, self.scale.largest(transfer.cuts), hides=False)
 
     def start(self, gather: _Gather) -> float:
         end = 0.0
@@ -261,8 +270,15 @@ class _Lanes:
         self.hiding += taken
         self.free = start + taken
         self.hidden.append((start, self.free))
-        self.note(bucket.what, start)
+        self.note(bucket.what, start, bucket.collective, bucket.size, largest, hides=True)
+        if any(self.drags):
+            self.charge([dragged_s(self.network, bucket.collective, bucket.size) * drag for drag in self.drags])
         return self.free
+
+    def charge(self, seconds: Sequence[float]) -> None:
+        """What a transfer takes from computing."""
+        self.now = [a + b for a, b in zip(self.now, seconds, strict=True)]
+        self.computed = [a + b for a, b in zip(self.computed, seconds, strict=True)]
 
     def seconds(self, collective: str, size: int, largest: float) -> float:
         key = (collective, size, largest)
@@ -287,9 +303,18 @@ class _Lanes:
             total += max(min(ended, stop) - max(begun, start), 0.0)
         return total
 
-    def note(self, what: str, start: float) -> None:
+    def note(self, what: str, start: float, collective: str, size: int, largest: float, *, hides: bool) -> None:
         if self.events is not None:
-            self.events.append(Event(NETWORK, what, start, self.free))
+            way = self.network.best(collective, size, largest).implementation
+            self.events.append(Event(NETWORK, what, start, self.free, collective, way, size, hides))
+
+
+def dragged_s(network: Network, collective: str, size: int) -> float:
+    """The seconds of a transfer of which a device's drag takes a part: how long it is under way beside computing.
+
+    In equal pieces: handling bytes takes what it takes, however unequal they are.
+    """
+    return network.best(collective, size).seconds(size) * network.cluster.stretch
 
 
 def gathers(items: Sequence[Item], bucket_bytes: int = BUCKET_BYTES) -> list[tuple[int, list[Transfer]]]:

@@ -12,6 +12,7 @@ messages. All it does is add and take maxima, and it remembers what was the maxi
     a blocking message        t_k = lane = max(t, lane) + seconds                `Walk._meet`
     a bucket of gradients     lane = max(t, lane) + seconds                      waited for by the optimizer
     a bucket of parameters    the same                                           waited for by its first consumer
+    either of them            t_k += drag_k · its seconds beside computing       `dragged_s`
     waiting for a message     t_k = max(t_k, its end)
     seconds of a message      latency + bytes · (a + b · largest)                `Message.largest`
     the step                  max(t), the length of its longest path             `Walk.path`
@@ -34,7 +35,7 @@ from lopsided.errors import DoesNotFitError
 from lopsided.memory import Holding, describe_excess
 from lopsided.placement import Shares
 from lopsided.schedule import GATHERS_AT_ONCE, Compute, Item, Schedule
-from lopsided.timeline import BUCKET_BYTES, gathers
+from lopsided.timeline import BUCKET_BYTES, dragged_s, gathers
 
 PerKind = tuple[float, ...]
 
@@ -151,8 +152,9 @@ _GRADIENTS = -1
 class Load:
     """A schedule as events over distinct segments and messages, in the order in which `timeline` meets them."""
 
-    def __init__(self, schedule: Schedule, kinds: int) -> None:
-        self.kinds = kinds
+    def __init__(self, schedule: Schedule, network: Network) -> None:
+        self.kinds = len(network.cluster.kinds)
+        self._network, self._drags = network, tuple(kind.drag for kind in network.cluster.kinds)
         self.events: list[tuple[str, int]] = []
         self._segments: dict[Segment, int] = {}
         self._messages: dict[Message, int] = {}
@@ -181,6 +183,10 @@ class Load:
     def _send(self, manner: str, transfers: Sequence[Transfer]) -> None:
         message = _message(transfers)
         self._add(manner, self._messages.setdefault(message, len(self._messages)))
+        if manner == _SEND and any(self._drags):
+            taken = dragged_s(self._network, message.collective, message.size)
+            segment = Segment(tuple(taken * drag for drag in self._drags), ())
+            self.events.append((_COMPUTE, self._segments.setdefault(segment, len(self._segments))))
 
     def _add_pass(self, items: Sequence[Item]) -> None:
         """Forward or backward. What is sent when, and with what else, is as `timeline` has it."""

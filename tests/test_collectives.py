@@ -181,3 +181,53 @@ def test_a_network_does_not_look_at_devices(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Cluster, "device_names", property(fail))
     monkeypatch.setattr(Cluster, "node_names", property(fail))
     assert len(Network(one).ways("all_gather")) == 3
+
+
+def _hosts(*names: str) -> tuple[Kind, ...]:
+    return tuple(Kind(name, name, 1, 1, (("f32", 1e12),), 1e11, 2**30, 1e-5) for name in names)
+
+
+def _as_measured(cluster: Cluster) -> Cluster:
+    """With everything that can be measured measured to be what the model says."""
+    found = [
+        (way.collective, way.implementation, Link(way.latency_s, 1 / way.s_per_byte_if_equal))
+        for name, ways in MEASURABLE.items()
+        for way in Network(cluster).ways(name)
+        if way.implementation in ways
+    ]
+    return replace(cluster, collectives=tuple(found))
+
+
+@pytest.mark.parametrize("left", [[0, 1], [0, 2], [0, 1, 2]])
+def test_a_part_of_a_measured_cluster_is_as_its_model_says(left: list[int]) -> None:
+    slow = Link(1e-3, 2.5e7)
+    pairs = tuple((near, far, slow) for near in "ab" for far in "cd")
+    modelled = Cluster("c", "", _hosts(*"abcd"), Link(1e-5, 1e10), Link(1e-4, 1.25e8), (), pairs)
+    fewer, wanted = _as_measured(modelled).only(left), Network(modelled.only(left))
+    for name, ways in MEASURABLE.items():
+        for way in ways:
+            if way == "all_to_all" or name == "all_to_all":
+                continue  # the model counts doublings there, not hops
+            found = next(w for w in Network(fewer).ways(name) if w.implementation == way)
+            model = next(w for w in wanted.ways(name) if w.implementation == way)
+            assert found.seconds(1e6) - found.latency_s == pytest.approx(model.seconds(1e6) - model.latency_s)
+
+
+def test_a_ring_is_as_slow_as_the_slowest_link_between_its_nodes() -> None:
+    fast = Cluster("c", "", _hosts(*"abc"), Link(1e-5, 1e10), Link(1e-4, 1e8))
+    slow = replace(fast, pairs=(("b", "c", Link(1e-2, 1e6)),))
+    ratio = Network(slow).best("all_reduce", 1e9).seconds(1e9) / Network(fast).best("all_reduce", 1e9).seconds(1e9)
+    assert 90 < ratio < 101
+    near = slow.only([0, 1])
+    assert near.pairs == () and Network(near).best("all_reduce", 1e9) == Network(fast.only([0, 1])).best(
+        "all_reduce", 1e9
+    )
+
+
+def test_measured_skew_is_taken_as_measured() -> None:
+    plain = Cluster("c", "", _hosts(*"ab"), Link(1e-5, 1e10), Link(1e-4, 1e8))
+    for skew in (0.0, 0.25, 1.0):
+        one = replace(plain, collectives=(("all_gather", "padded", Link(1e-3, 1e8, skew)),))
+        way = next(w for w in Network(one).ways("all_gather") if w.implementation == "padded")
+        assert way.seconds(1e8, 1.0) == pytest.approx(1.001)
+        assert way.seconds(1e8, 2.0) == pytest.approx(1.001 + skew)

@@ -21,7 +21,7 @@ from lopsided.cost import (
     Costs,
     Scale,
     Transfer,
-    _fitted,
+    fitted_line,
     conversion,
     cut_of,
     optimizer_named,
@@ -236,7 +236,7 @@ def test_no_legal_line_fits_better(points: list[tuple[float, float]], constant: 
     def error(affine: Affine) -> float:
         return sum((affine.at(x) - y) ** 2 for x, y in points)
 
-    fitted = _fitted(points)
+    fitted = fitted_line(points)
     assert fitted.constant >= 0
     assert fitted.slope >= 0
     assert error(fitted) <= error(Affine(constant, slope)) + 1e-9

@@ -307,7 +307,7 @@ def test_prices_timeline_and_walk_agree(seed: int) -> None:
     program = random_program(derive_rules(graph), rng)
     costs, scale = Costs(graph, on, SGD), Scale(on, random_shares(on.devices, rng))
     schedule = lay_out(program, costs, regather=rng.random() < 0.5)
-    load, ran = Load(schedule, 2), timeline.run(schedule, costs.network, scale)
+    load, ran = Load(schedule, costs.network), timeline.run(schedule, costs.network, scale)
     assert Walk(load, scale, load.ways(costs.network, scale)).step_s == pytest.approx(ran.step_s, rel=1e-9)
     prices = SharePrices(costs, scale)
     computed = sum(prices.rule(step.node, step.rule) for step in program.steps)

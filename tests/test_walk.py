@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -30,9 +31,12 @@ def length_s(path: Path | None, load: Load, walk: Walk, sizes: Sizes) -> float:
 @given(cases(), st.integers(0, 10**6))
 def test_a_walk_takes_as_long_as_the_timeline(case: tuple[Cluster, Schedule, Way], seed: int) -> None:
     cluster, schedule, _ = case
-    network, rng = Network(cluster), random.Random(seed)
+    rng = random.Random(seed)
+    drag = rng.choice((0.0, 0.3))
+    cluster = replace(cluster, kinds=tuple(replace(kind, drag=drag * rng.random()) for kind in cluster.kinds))
+    network = Network(cluster)
     shares = per_device(cluster, *(random_point(rng, cluster) for _ in NAMES), names=NAMES)
-    scale, load = Scale(cluster, shares), Load(schedule, len(cluster.kinds))
+    scale, load = Scale(cluster, shares), Load(schedule, network)
     walk = Walk(load, scale, load.ways(network, scale))
     assert walk.step_s == pytest.approx(timeline.run(schedule, network, scale).step_s, rel=1e-9)
     assert walk.step_s == pytest.approx(length_s(walk.path, load, walk, scale), rel=1e-9)
@@ -40,7 +44,7 @@ def test_a_walk_takes_as_long_as_the_timeline(case: tuple[Cluster, Schedule, Way
 
 def test_equal_layers_are_kept_once() -> None:
     layer = [work((0.01, 1), (0.02, 3)), sent(10**8, ROWS), work((0.0, 2), (0.01, 1)), sent(10**6)]
-    load = Load(schedule_of(*(layer * 80)), 2)
+    load = Load(schedule_of(*(layer * 80)), Network(cluster_of(1, 1)))
     assert (len(load.segments), len(load.messages)) == (2, 2)
     assert list(load.stages.values()) == [80, 80]
 
@@ -49,7 +53,7 @@ def test_gathers_of_each_pass_are_waited_for() -> None:
     """Both passes gather three buckets, two at once: the third waits for the consumer of the second."""
     second, consumer = 10**9, work((1.0, 0.0), by=None)
     items = [sent(second, hides=True, ahead=True), consumer] * 3
-    load = Load(schedule_of(*items, backward=items), 1)
+    load = Load(schedule_of(*items, backward=items), Network(cluster_of(1)))
     walk = Walk(load, Point({"": (1.0,)}, (1,)), [PADDED])
     # One second and a millisecond each, one after the other; each pass ends with the last of its consumers.
     assert walk.step_s == pytest.approx(2 * (3 * 1.001 + 1.0), rel=1e-6)
@@ -64,3 +68,19 @@ def test_what_is_held_is_what_memory_says() -> None:
     assert memory.held(scale, but=("", 10)) == pytest.approx(bytes_per_kind(held[1:], scale))
     assert memory.over(scale) == [0.0, 0.0]
     assert memory.tightened((100.0, 0.0)).over(scale) == [100.0, 0.0]
+
+
+def test_what_is_sent_behind_computing_drags_on_it() -> None:
+    """A gradient takes two seconds behind ten of computing: with a drag of a quarter, half a second is lost."""
+    plain = cluster_of(1, 1)
+    dragged = replace(plain, kinds=tuple(replace(kind, drag=0.25) for kind in plain.kinds))
+    gradient = sent(10**9, hides=True)
+    items = schedule_of(backward=[gradient, work((10.0, 0.0), (10.0, 0.0), by=None)])
+    took = [timeline.run(items, Network(on), Scale(on, (0.5, 0.5))) for on in (plain, dragged)]
+    sending = Network(plain).best(gradient.collective, 10**9).seconds(10**9)
+    assert took[1].step_s - took[0].step_s == pytest.approx(0.25 * sending)
+    assert took[1].lanes[0].compute_s - took[0].lanes[0].compute_s == pytest.approx(0.25 * sending)
+    # Who stands still anyway loses nothing.
+    idle = schedule_of(backward=[gradient])
+    alone = [timeline.run(idle, Network(on), Scale(on, (0.5, 0.5))).step_s for on in (plain, dragged)]
+    assert alone[0] == pytest.approx(alone[1])

@@ -7,15 +7,11 @@ anew in every round, so that what else the machine does meets all of them; times
 from __future__ import annotations
 
 import random
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import resource_tracker
 from pathlib import Path
-from types import TracebackType
 
 from lopsided.candidates import speed_dtype
 from lopsided.classics import STATE
@@ -129,16 +125,15 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
         setting = replace(setting, size=_QUICK_SIZE)
     size, devices = setting.size, setting.devices
     say("starting", f"{len(devices)} workers")
-    with ExitStack() as until_the_end:
-        with _deaf_to_interrupts():
-            crew = Crew(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S)
-            until_the_end.push(_ending(crew))
+    with Crew(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S) as crew:
         crew.run(leave)  # the first job is done when all have met
         say("measuring", f"all {len(devices)} at once, for about {pace.measure_s:g} s")
         cluster: Cluster = crew.run(take_measure, size, devices, pace.measure_s)[0]
         say("planning", size.spec)
         model, batch = build(size)
         found = plan(model, batch, cluster)
+        if found.interrupted:
+            raise KeyboardInterrupt  # the planner would go on with the best so far
         path = str(Path(crew.folder) / "plan.json")
         save_plan(found, path)
         say("entering", "the same model for everyone")
@@ -163,36 +158,6 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
         len(rounds) * pace.steps,
         time.perf_counter() - started,
     )
-
-
-def _ending(crew: Crew) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
-    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is KeyboardInterrupt:
-            # All at once: who outlives the others complains about them.
-            for rank in range(crew.size):
-                crew.kill(rank)
-        crew.close()
-
-    return end
-
-
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Ctrl-C waits until this is over, and is not heard at all by processes that are started in here.
-
-    It is for the parent, which ends its workers without a word. A worker that is half started would be left behind.
-    """
-    heard: list[int] = []
-    resource_tracker.ensure_running()  # started later, it would undo what follows
-    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
-    if heard:
-        raise KeyboardInterrupt
 
 
 def _race(crew: Crew, pace: Pace, devices: tuple[str, ...], say: Say) -> list[list[Round]]:

@@ -24,7 +24,7 @@ from lopsided.planfile import load_plan, parse_plan, plan_text
 from lopsided.planner import plan_graph
 from lopsided.program import Program
 from lopsided.runtime.differences import differences
-from lopsided.runtime.measure import measure
+from lopsided.runtime.measure_cache import measure_once
 from lopsided.runtime.world import World, share_plan
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
@@ -46,7 +46,7 @@ def agreed_plan(
     measured = None
     if plan is None and cluster is None:
         progress("measuring the devices")
-        measured = measure(graph, device, budget_s=measure_s)
+        measured = measure_once(graph, device, optimizers=(optimizer,), budget_s=measure_s)
 
     def made() -> str:
         if plan is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from lopsided.collectives import Network
 from lopsided.imaginary import cotangent
 from lopsided.placement import Placement, Shares, join_pieces, pieces_of, place_in_zeros, start_of, take_piece
+from lopsided.record import CONVERSIONS
 from lopsided.runtime.wire import Handle, Wire
 
 Shape = tuple[int, ...]
@@ -104,6 +105,12 @@ class Exchange:
         """Change the placement of a value; no gradient."""
         if source == to or (source.is_whole and to.is_whole):
             return part
+        if self.wire.recorder is None:
+            return self._moved(part, source, to, shape, what)
+        with self.wire.recorder.during(CONVERSIONS):
+            return self._moved(part, source, to, shape, what)
+
+    def _moved(self, part: Tensor, source: Placement, to: Placement, shape: Sequence[int], what: str) -> Tensor:
         if to.kind == "P":
             if source.is_whole:
                 return part if self.rank == 0 else torch.zeros_like(part)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lopsided.record import BUCKETS
 from lopsided.runtime.exchange import Exchange, Layout
 from lopsided.runtime.wire import Handle
 from lopsided.timeline import BUCKET_BYTES
@@ -79,6 +80,8 @@ class Gradients:
             del self._kept[synced]
 
     def add(self, synced: Synced, gradient: Tensor) -> None:
+        if (recorder := self.exchange.wire.recorder) is not None:
+            recorder.mark(BUCKETS)
         if synced.parameter.grad is None:
             self._kept.pop(synced, None)
         if not self.syncing:
@@ -120,6 +123,8 @@ class Gradients:
     def finish(self) -> None:
         """Send what is left, wait for everything, and hand out."""
         self._begun = False
+        if (recorder := self.exchange.wire.recorder) is not None:
+            recorder.mark(BUCKETS)
         if self.syncing:
             self._drop_zeroed()
             for synced in list(self._kept):
@@ -129,6 +134,8 @@ class Gradients:
         self._filling = {}
         while self._sent:
             self._hand_out(*self._sent.pop(0))
+        if recorder is not None:
+            recorder.idle()
         self.on_finish()
 
     def _hand_out(self, handle: Handle, named: Sequence[Synced]) -> None:

@@ -13,6 +13,7 @@ A slot holds what a device has of one value in one placement, and is emptied aft
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from lopsided.runtime.gathering import Before, Gatherer, Regathered, Wanted
 from lopsided.runtime.gradients import CopyOfPieces, CopyOfWhole, Gradients, Synced
 from lopsided.runtime.op import AnyRandomness, RunOp, connected
 from lopsided.runtime.randomness import Randomness, streams_of
+from lopsided.runtime.recorder import Recorder
 
 Slots = list[Any]  # Tensor or None
 
@@ -39,24 +41,25 @@ class Pass:
 
     gatherer: Gatherer
     regathered: Regathered | None
+    recorder: Recorder | None = None
 
 
 @dataclass(slots=True)
-class Instruction:
+class Instruction(ABC):
     """Something to do. `free` are slots that nobody needs afterwards."""
 
     free: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
-    def reads(self) -> tuple[int, ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def reads(self) -> tuple[int, ...]: ...
 
     @property
-    def writes(self) -> tuple[int, ...]:
-        raise NotImplementedError
+    @abstractmethod
+    def writes(self) -> tuple[int, ...]: ...
 
-    def run(self, slots: Slots, this: Pass) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self, slots: Slots, this: Pass) -> None: ...
 
 
 @dataclass(slots=True)
@@ -177,11 +180,25 @@ class Compute(Instruction):
 
 def run_all(instructions: Sequence[Instruction], slots: Slots, this: Pass) -> None:
     for instruction in instructions:
-        instruction.run(slots, this)
+        if this.recorder is None:
+            instruction.run(slots, this)
+        else:
+            _run_recorded(instruction, slots, this, this.recorder)
         for slot in instruction.free:
             if this.regathered is not None:
                 this.regathered.unwatch(slot)
             slots[slot] = None
+
+
+def _run_recorded(instruction: Instruction, slots: Slots, this: Pass, recorder: Recorder) -> None:
+    if not isinstance(instruction, Compute):
+        instruction.run(slots, this)
+        return
+    recorder.mark(instruction.node.name)
+    instruction.run(slots, this)
+    recorder.idle()
+    for slot in instruction.results[:1]:
+        recorder.mark_backward(instruction.node.name, slots[slot])
 
 
 # Recomputation
@@ -230,7 +247,7 @@ class _Again(torch.autograd.Function):
         ctx: Any, region: Region, slots: Slots, this: Pass, leaves: dict[int, Tensor], always: Tensor, *taken: Tensor
     ) -> Any:
         state = region.random.state() if isinstance(region.random, Randomness) else None
-        ctx.about = (region, leaves, state, len(slots))
+        ctx.about = (region, leaves, state, len(slots), this.recorder)
         ctx.save_for_backward(*taken)
         inner: Slots = list(slots)
         run_all(region.inside, inner, this)
@@ -241,7 +258,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        region, leaves, state, count = ctx.about
+        region, leaves, state, count, recorder = ctx.about
         slots: Slots = [None] * count
         for slot, tensor in leaves.items():
             slots[slot] = tensor
@@ -255,7 +272,7 @@ class _Again(torch.autograd.Function):
         gatherer = Gatherer(region.exchange, region.gathers, stored.__getitem__)
         with torch.enable_grad(), surroundings(region.context), streams_of(region.random):
             gatherer.begin()
-            run_all(region.inside, slots, Pass(gatherer, None))
+            run_all(region.inside, slots, Pass(gatherer, None, recorder))
         if now is not None:
             region.random.set_state(now)
         ends = [

@@ -22,6 +22,7 @@ buffer with the piece once for every receiver, which sends and receives do witho
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -55,7 +56,7 @@ Flight = tuple[Sequence[Work], Callable[[], object] | None]
 _Starts = Sequence[tuple[Callable[..., Work], Tensor, object]]
 
 
-class Lane:
+class Lane(ABC):
     """What both backends do alike. The group's own methods are called: the functions of `torch.distributed` change
     their names between versions and take no timeout. Options are made once, as making them takes as long as a start."""
 
@@ -147,20 +148,20 @@ class Lane:
 
         return works, add
 
-    def _scatter_padded(self, whole: Tensor, piece: Tensor, counts: Sequence[int]) -> Flight:
-        raise NotImplementedError
+    @abstractmethod
+    def _scatter_padded(self, whole: Tensor, piece: Tensor, counts: Sequence[int]) -> Flight: ...
 
+    @abstractmethod
     def _exchange(self, given: Sequence[Tensor], came: Sequence[Tensor]) -> list[Work]:
         """Each other rank's part goes there, and its part comes here. What a rank has for itself is left alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _group(self, starts: _Starts) -> list[Work]:
         """Several collectives at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _lend(self, part: Tensor) -> Tensor:
         """A part that is reduced on another rank, and that this rank must find unchanged."""
-        raise NotImplementedError
 
 
 class NcclLane(Lane):

@@ -68,6 +68,14 @@ def start(plan_file: str | Path, words: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", MODULE, *words])
 
 
+def start_own(processes: int, words: Sequence[str]) -> NoReturn:
+    """Become this very command in so many processes on this machine."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    torchrun = ["--standalone", "--nproc-per-node", str(processes)]
+    os.execv(sys.executable, [sys.executable, "-m", MODULE, *torchrun, "-m", "lopsided", *words])
+
+
 def _check_script(script: str) -> None:
     path = Path(script)
     if path.is_file():

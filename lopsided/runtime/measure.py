@@ -1,27 +1,22 @@
 """Measure what we run on: devices and links, all at the same time, as a `Cluster`.
 
-In: a `Graph`, this process's device, a process group. Out: the same `Cluster` in every process (`measure`), and how far
-to believe it (`Measurement`). Device k of the cluster is rank k of the group.
+In: a `Graph` (or several), this process's device, a process group. Out: the same `Cluster` in every process
+(`measure`), and how far to believe it (`Measurement`). Device k of the cluster is rank k of the group.
 
 All processes measure at once, because devices that share a core, a bus or a memory will do so in training, too; who is
 done early works on until all are. First what the roofline is made of, then the calls that take most of a step by
-their estimates, then collectives. Ranks that are neighbours, sit in one host, have the same hardware and differ by
-less than a tenth become one kind.
+their estimates, the optimizer's step, collectives, and what computing and sending cost each other.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -29,47 +24,96 @@ import torch.distributed as dist
 
 from lopsided.cluster import Cluster, parse_cluster
 from lopsided.collectives import Network
-from lopsided.devices import Kind, Link, Measured
+from lopsided.cost import fitted_line, update_call
+from lopsided.devices import Kind, Link, Points
 from lopsided.errors import InputError
 from lopsided.graph import Graph
-from lopsided.runtime.measure_links import WAYS, Council, fit_ways, line_through
+from lopsided.runtime.measure_beside import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
+from lopsided.runtime.measure_kinds import (
+    Found,
+    Seat,
+    Turns,
+    kinds_of,
+    memory_of,
+    node_names,
+    paces,
+    printable,
+    seat_of,
+    took,
+)
+from lopsided.runtime.measure_links import TURNS, WAYS, Council, Fit, Talkers, fit_ways
+from lopsided.runtime.measure_load import Load, Stopwatch, Used, quota_of_processors, used_so_far
+from lopsided.runtime.measure_noise import Calm, Notice, notices, typical
 from lopsided.runtime.measure_ops import (
     Job,
     Speeds,
     choose_jobs,
+    covered,
     layouts_of,
     measure_speeds,
     run_job,
     speed_dtypes,
-    wait_for,
 )
+from lopsided.runtime.measure_pairs import MOST_NODES, unlike_pairs
+from lopsided.runtime.measure_updates import measure_update, trained_dtypes
 from lopsided.runtime.wire import Wire
 from lopsided.runtime.world import lasting_group
 
 Progress = Callable[[int, int], object]
 
-_SPEEDS_PART, _OPS_PART, _LINKS_PART = 0.1, 0.6, 0.3  # of the budget
+_SPEEDS_PART, _OPS_PART, _UPDATES_PART, _LINKS_PART, _BESIDE_PART = 0.06, 0.44, 0.07, 0.36, 0.07  # of the budget
 _PATIENCE_S = 300.0  # how long a rank waits for another that still measures
 _PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
-_ALIKE = 1.1
+_LATE = 2.0  # times its part of the budget that updates may take before the rest is left out
 _UNKNOWN = Link(1e-5, 1e10)  # of a world where nobody talks
+_SKEWED = 1.25  # times the mean that the largest piece must have to tell what skew costs
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What was measured of a call on the devices of a kind: seconds of all of them in a step on a whole batch, how far
+    points lie from their line, and how far the same measured again might be; the last two as fractions."""
+
+    kind: int
+    call: str
+    times: int
+    step_s: float
+    error: float
+    noise: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A measured cluster, and how far points lie from the lines drawn through them, as a fraction."""
+    """A measured cluster, and how far to believe it. Errors and noises are fractions."""
 
     cluster: Cluster
     op_error: float
     link_error: float
     seconds: float
+    lines: tuple[Line, ...] = ()
+    ways: tuple[Fit, ...] = ()
+    drag: tuple[float, ...] = ()  # of each rank: computing lost while something is sent
+    stretch: float = 1.0
+    covered: float = 0.0  # part of a step's estimated seconds whose calls were measured
+    noticed: tuple[Notice, ...] = ()
+
+    @property
+    def op_noise(self) -> float:
+        """Of all calls together, the long ones counting more."""
+        total = sum(line.step_s for line in self.lines)
+        return sum(line.noise * line.step_s for line in self.lines) / total if total else 0.0
+
+    @property
+    def link_noise(self) -> float:
+        return statistics.fmean(way.noise for way in self.ways) if self.ways else 0.0
 
 
 def measure(
-    graph: Graph,
+    graph: Graph | Sequence[Graph],
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     *,
+    optimizers: Sequence[str] = (),
     budget_s: float = 20.0,
     progress: Progress = lambda done, total: None,
 ) -> Cluster:
@@ -77,47 +121,61 @@ def measure(
 
     It takes about `budget_s` seconds. `progress` is told how many parts are done, and of how many.
     """
-    return take_measurement(graph, device, group, budget_s=budget_s, progress=progress).cluster
+    return take_measurement(graph, device, group, optimizers=optimizers, budget_s=budget_s, progress=progress).cluster
 
 
 def take_measurement(
-    graph: Graph,
+    graph: Graph | Sequence[Graph],
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     *,
+    optimizers: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
     budget_s: float = 20.0,
     progress: Progress = lambda done, total: None,
 ) -> Measurement:
-    """`measure`, and how well it went."""
+    """`measure`, and how well it went. Speeds are measured in the graphs' dtypes and in `dtypes`."""
     if not 0 <= budget_s < math.inf:
         raise InputError(f"{budget_s} s are no time to measure in", do="give budget_s in seconds, for example 20")
     started = time.perf_counter()
-    with _council(group) as council, _undisturbed(device):
-        seats, found, jobs = _measure_devices(graph, device, council, budget_s, progress)
-        kinds, op_error = _kinds(seats, found, jobs)
-        about = _about(seats, budget_s, group)
-        cluster = Cluster("measured", about, kinds, _UNKNOWN, _UNKNOWN)
-        link_error = 0.0
-        if len(seats) > 1:
-            done = _PASSES * len(jobs) + 1
-            steps = iter(range(done + 1, done + len(WAYS) + 1))
-            dtype = _sent_dtype(graph)
-            whole = _whole(group)
-            talking = _group_of(dist.get_process_group_ranks(whole), _backend(seats), "talk", whole)
-            cluster, link_error = _with_links(
+    graphs = (graph,) if isinstance(graph, Graph) else tuple(graph)
+    with council_of(group) as council, _undisturbed(device):
+        devices = _measure_devices(graphs, device, council, optimizers, dtypes, budget_s, progress)
+        seats, parts = devices.seats, devices.parts
+        ranks = len(seats)
+        kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks)
+        cluster = Cluster("measured", _about(seats, budget_s, group), kinds, _UNKNOWN, _UNKNOWN)
+        fits: tuple[Fit, ...] = ()
+        drags: tuple[float, ...] = (0.0,) * ranks
+        if ranks > 1:
+            steps = iter(range(parts - _link_parts(ranks) + 1, parts + 1))
+            cluster, fits, drags = _with_links(
                 cluster,
-                _World(talking, council, device, dtype, _LINKS_PART * budget_s),
-                seats,
-                lambda: progress(next(steps), done + len(WAYS)),
+                _World(_talking(group, seats), council, device, _sent_dtype(graphs), budget_s),
+                devices,
+                lambda: progress(next(steps), parts),
             )
+        lines = tuple(_lines(cluster, devices))
+        measurement = Measurement(
+            cluster,
+            statistics.fmean(line.error for line in lines) if lines else 0.0,
+            statistics.fmean(fit.error for fit in fits) if fits else 0.0,
+            time.perf_counter() - started,
+            lines,
+            fits,
+            drags,
+            cluster.stretch,
+            covered(graphs, devices.jobs, seats[0].speeds),
+            tuple(_noticed(cluster, devices)),
+        )
         # What rank 0 has found is what everyone goes by, to the last digit.
-        text, *_ = council.hear((cluster.text(), op_error, link_error))
-    chosen, op_error, link_error = cast(tuple[str, float, float], text)
-    return Measurement(parse_cluster(chosen, "measured"), op_error, link_error, time.perf_counter() - started)
+        told, *_ = council.hear((cluster.text(), measurement))
+    text, chosen = cast(tuple[str, Measurement], told)
+    return replace(chosen, cluster=parse_cluster(text, "measured"))
 
 
 @contextmanager
-def _council(group: dist.ProcessGroup | None) -> Iterator[Council]:
+def council_of(group: dist.ProcessGroup | None) -> Iterator[Council]:
     """A group of its own to agree over, which needs no GPU."""
     if not dist.is_initialized():
         yield Council(None)
@@ -137,6 +195,17 @@ def _backend(seats: Sequence[Seat]) -> str:
     """What training will talk over: NCCL where every process has a GPU of its own, gloo otherwise."""
     gpus = {(seat.host, seat.boot, seat.gpu) for seat in seats if seat.gpu}
     return "nccl" if len(gpus) == len(seats) and dist.is_nccl_available() else "gloo"
+
+
+def _talking(group: dist.ProcessGroup | None, seats: Sequence[Seat]) -> dist.ProcessGroup:
+    whole = _whole(group)
+    return _group_of(dist.get_process_group_ranks(whole), _backend(seats), "talk", whole)
+
+
+def talkers_of(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None, council: Council) -> Talkers:
+    """All of a group, ready to talk as they would in training."""
+    seats = cast(list[Seat], council.hear(seat_of(device, Speeds((), 0.0, 0.0))))
+    return _World(_talking(group, seats), council, device, torch.float32, 0.0).talkers(cluster)
 
 
 def _group_of(ranks: Sequence[int], backend: str, use: str, whole: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -163,216 +232,153 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a process sits, and what it has there."""
+class _Devices:
+    """What every rank is, what every rank found, the jobs, what every rank noticed; and how many parts there are."""
 
-    host: str
-    boot: str  # machines may be called alike
-    hardware: str
-    gpu: str  # its serial number; "" for a CPU
-    memory_bytes: int  # of the GPU, or what is left of the host's
-    speeds: Speeds
-
-
-Found = dict[tuple[str, int], tuple[float, float | None]]
-"""Seconds forward and backward of each job, by call and units."""
+    seats: list[Seat]
+    found: list[Found]
+    jobs: tuple[Job, ...]
+    calm: list[Calm]
+    parts: int
 
 
 def _measure_devices(
-    graph: Graph, device: torch.device, council: Council, budget_s: float, progress: Progress
-) -> tuple[list[Seat], list[Found], tuple[Job, ...]]:
-    """What every rank is, what every rank found, and the jobs."""
-    load = torch.ones(256, 256, device=device)
+    graphs: Sequence[Graph],
+    device: torch.device,
+    council: Council,
+    optimizers: Sequence[str],
+    dtypes: Sequence[str],
+    budget_s: float,
+    progress: Progress,
+) -> _Devices:
+    load = Load(device)
+    wanted = tuple(dict.fromkeys((*speed_dtypes(graphs), *dtypes)))
+    speeds = measure_speeds(wanted, device, _SPEEDS_PART * budget_s)
+    council.meet(load)
+    seats = cast(list[Seat], council.hear(seat_of(device, speeds)))
+    room = min(memory_of(seat, seats) for seat in seats)
+    # Alone there is nothing to send, and more time to compute.
+    ops_s = (_OPS_PART + (_LINKS_PART + _BESIDE_PART if len(seats) == 1 else 0.0)) * budget_s
+    jobs, slot = choose_jobs(graphs, [seat.speeds for seat in seats], room, ops_s)
+    updates = [(optimizer, dtype) for dtype in _trained(graphs) for optimizer in optimizers]
+    parts = 1 + _PASSES * len(jobs) + len(updates) + _link_parts(len(seats))
+    progress(1, parts)
+    before, watch = used_so_far(), Stopwatch(device)
+    turns = _run_jobs(graphs, jobs, device, watch, slot, ops_s, lambda done: progress(1 + done, parts))
+    slowed = watch.wall_per_now
+    council.meet(load)
+    used = used_so_far().since(before)
+    mine = {job.key: took(looks, slowed) for job, looks in zip(jobs, turns, strict=True) if any(looks[0])}
+    done = 1 + _PASSES * len(jobs)
+    watch.start()
+    updated: dict[tuple[str, float], list[list[float]]] = {}
+    updating_s = _UPDATES_PART * budget_s
+    until = time.perf_counter() + _LATE * updating_s
+    for number, (optimizer, dtype) in enumerate(updates, 1):
+        # Tensors have to be made before they can be updated: with little time, only the first ones are.
+        if number > 1 and time.perf_counter() > until:
+            break
+        each = updating_s / len(updates)
+        for fraction, looks in measure_update(optimizer, dtype, device, room // 2, each, watch.now).items():
+            updated[update_call(optimizer, dtype), fraction] = looks
+        if number < len(updates):
+            progress(done + number, parts)
+    progress(done + len(updates), parts)
+    mine |= {key: took((looks, []), watch.wall_per_now) for key, looks in updated.items()}
+    council.meet(load)
+    heard = cast(list[tuple[Found, Calm, Used]], council.hear((mine, _calm(turns, slowed), used)))
+    calm = _with_others(seats, [one for _, one, _ in heard], [one for _, _, one in heard])
+    return _Devices(seats, [found for found, _, _ in heard], jobs, calm, parts)
 
-    def work_on() -> None:
-        torch.mm(load, load)
-        wait_for(device)
 
-    speeds = measure_speeds(speed_dtypes(graph), device, _SPEEDS_PART * budget_s)
-    council.meet(work_on)
-    seats = cast(list[Seat], council.hear(_seat(device, speeds)))
-    room = min(_memory(seat, seats) for seat in seats)
-    jobs, slot = choose_jobs(graph, [seat.speeds for seat in seats], room, _OPS_PART * budget_s)
-    total = 1 + _PASSES * len(jobs) + (len(WAYS) if len(seats) > 1 else 0)
-    progress(1, total)
-    layouts = layouts_of(graph)
-    samples: list[tuple[list[float], list[float]]] = [([], []) for _ in jobs]
-    until = time.perf_counter() + _OPS_PART * budget_s
+def _run_jobs(
+    graphs: Sequence[Graph],
+    jobs: Sequence[Job],
+    device: torch.device,
+    watch: Stopwatch,
+    slot_s: float,
+    budget_s: float,
+    step: Callable[[int], object],
+) -> list[Turns]:
+    layouts = [layouts_of(graph) for graph in graphs]
+    turns: list[Turns] = [([], []) for _ in jobs]
+    watch.start()
+    until = time.perf_counter() + budget_s
     for turn in range(_PASSES):
         for number, job in enumerate(jobs):
-            there, back = samples[number]
+            there, back = turns[number]
+            spent = sum(sum(samples) for samples in (*there, *back))
             # A call that took all of its time at once, or takes too long, is not run again.
-            if not turn or (time.perf_counter() < until and sum(there) + sum(back) < slot):
-                more_there, more_back = run_job(job, layouts, device, slot / _PASSES)
-                there += more_there
-                back += more_back
-            progress(2 + turn * len(jobs) + number, total)
-    council.meet(work_on)
-    mine: Found = {
-        (job.distinct.text, job.units): (statistics.median(there), statistics.median(back) if back else None)
-        for job, (there, back) in zip(jobs, samples, strict=True)
-        if there
-    }
-    return seats, cast(list[Found], council.hear(mine)), jobs
+            if not turn or (time.perf_counter() < until and spent < slot_s):
+                more_there, more_back = run_job(job, layouts[job.distinct.graph], device, slot_s / _PASSES, watch.now)
+                there.append(more_there)
+                back.append(more_back)
+            step(turn * len(jobs) + number + 1)
+    return turns
 
 
-def _seat(device: torch.device, speeds: Speeds) -> Seat:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    identity = boot.read_text().strip() if boot.is_file() else ""
-    if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device)
-        serial = str(getattr(facts, "uuid", torch.cuda.current_device() if device.index is None else device.index))
-        return Seat(platform.node(), identity, facts.name, serial, facts.total_memory, speeds)
-    return Seat(platform.node(), identity, _processor(), "", _free_memory(), speeds)
+def _trained(graphs: Sequence[Graph]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(dtype for graph in graphs for dtype in trained_dtypes(graph)))
 
 
-def _processor() -> str:
-    facts = Path("/proc/cpuinfo")
-    listed = facts.read_text() if facts.is_file() else ""
-    found = re.search(r"^model name\s*: (.+)$", listed, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine() or "cpu"
+def _calm(turns: Sequence[Turns], slowed: float) -> Calm:
+    """Whether repeats agree, and whether the last turn agrees with the first."""
+    scatters, first, last = [], 0.0, 0.0
+    for there, _ in turns:
+        times = [seconds for turn in there for seconds in turn]
+        if len(times) > 2:
+            scatters.append(statistics.median(times) / min(times) - 1)
+        if len(there) > 1 and there[0] and there[-1]:
+            first, last = first + typical(there[0]), last + typical(there[-1])
+    return Calm(
+        statistics.median(scatters) if scatters else 0.0,
+        last / first - 1 if first else 0.0,
+        got=1 / slowed,
+        quota=quota_of_processors(),
+    )
 
 
-def _free_memory() -> int:
-    """What this host, or the container around us, has left."""
-    facts = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text() if facts.is_file() else "", re.MULTILINE)
-    free = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current")]
-    if all(path.is_file() for path in limits):
-        most, used = (path.read_text().strip() for path in limits)
-        if most.isdigit() and used.isdigit():
-            free = min(free, int(most) - int(used))
-    return max(free, 2**20)
+def _with_others(seats: Sequence[Seat], calm: Sequence[Calm], used: Sequence[Used]) -> list[Calm]:
+    """What of each host's processors was neither idle nor used by any of us."""
+    found = []
+    for seat, one, mine in zip(seats, calm, used, strict=True):
+        ours = sum(other.own_s for s, other in zip(seats, used, strict=True) if s.boot == seat.boot)
+        others = max(mine.busy_s - ours, 0.0) / mine.all_s if mine.all_s else 0.0
+        found.append(replace(one, others=others, stolen=mine.stolen_s / mine.all_s if mine.all_s else 0.0))
+    return found
 
 
-# Kinds
+def _noticed(cluster: Cluster, devices: _Devices) -> list[Notice]:
+    rates = paces(devices.seats, devices.found, devices.jobs)
+    hardware = [printable(seat.hardware) for seat in devices.seats]
+    return notices(cluster.device_names, hardware, rates, devices.calm)
 
 
-def _kinds(seats: Sequence[Seat], found: Sequence[Found], jobs: Sequence[Job]) -> tuple[tuple[Kind, ...], float]:
-    """Runs of ranks that are alike, and how far points lie from their lines."""
-    # Only what all have measured: else one device would be priced by a clock and another by an estimate.
-    common = [job for job in jobs if all((job.distinct.text, job.units) in table for table in found)]
-    paces = [_pace(seat, table, common) for seat, table in zip(seats, found, strict=True)]
-    runs: list[list[int]] = []
-    for rank, seat in enumerate(seats):
-        last = runs[-1] if runs else []
-        with_me = [paces[member] for member in (*last, rank)]
-        if last and _same_place(seats[last[0]], seat) and max(with_me) <= _ALIKE * min(with_me):
-            last.append(rank)
-        else:
-            runs.append([rank])
-    nodes = _node_names(seats)
-    names = _kind_names([(nodes[run[0]], _word(seats[run[0]]), paces[run[0]]) for run in runs])
-    errors: list[float] = []
-    kinds = []
-    for run, name in zip(runs, names, strict=True):
-        measured = tuple(_table([found[rank] for rank in run], common))
-        for entry in measured:
-            errors += [line_through(points)[2] for points in (entry.forward, entry.backward) if len(points) > 1]
-        first = seats[run[0]]
-        kinds.append(
-            Kind(
-                name,
-                nodes[run[0]],
-                1,
-                len(run),
-                _mean_flops([seats[rank].speeds for rank in run]),
-                statistics.fmean(seats[rank].speeds.bytes_per_s for rank in run),
-                _memory(first, seats),
-                statistics.fmean(seats[rank].speeds.launch_s for rank in run),
-                f"measured: {_printable(first.hardware)}",
-                measured,
-            )
-        )
-    return tuple(kinds), statistics.fmean(errors) if errors else 0.0
+def _lines(cluster: Cluster, devices: _Devices) -> Iterator[Line]:
+    times = {job.distinct.text: job.distinct.times for job in devices.jobs}
+    for number, (kind, (first, last)) in enumerate(zip(cluster.kinds, cluster.spans, strict=True)):
+        for entry in kind.measured:
+            both = [points for points in (entry.forward, entry.backward) if points]
+            noises = [
+                table[entry.call, fraction].noise
+                for table in devices.found[first:last]
+                for fraction, _ in entry.forward
+            ]
+            often = times.get(entry.call, 0)  # updates are no calls of the graph
+            step_s = often * sum(fitted_line(points).at(1.0) for points in both)
+            error = statistics.fmean(_off_the_line(points) for points in both)
+            yield Line(number, entry.call, often, step_s, error, statistics.fmean(noises))
 
 
-def _same_place(one: Seat, other: Seat) -> bool:
-    return (one.host, one.boot, one.hardware, not one.gpu) == (other.host, other.boot, other.hardware, not other.gpu)
-
-
-def _pace(seat: Seat, table: Found, jobs: Sequence[Job]) -> float:
-    """One number to compare devices by: seconds of all that was measured, as often as the graph calls it."""
-    if not jobs:
-        return 1 / seat.speeds.flops_per_s[0][1]
-    points = ((job.distinct.times, *table[job.distinct.text, job.units]) for job in jobs)
-    return sum(times * (there + (back or 0.0)) for times, there, back in points)
-
-
-def _table(found: Sequence[Found], jobs: Sequence[Job]) -> Iterator[Measured]:
-    """The mean over the ranks of a kind."""
-    by_call: dict[str, list[Job]] = {}
-    for job in jobs:
-        by_call.setdefault(job.distinct.text, []).append(job)
-    for text, same in by_call.items():
-        forward, backward = [], []
-        for job in same:
-            there, back = zip(*(table[text, job.units] for table in found), strict=True)
-            forward.append((job.fraction, statistics.fmean(there)))
-            if all(seconds is not None for seconds in back):
-                backward.append((job.fraction, statistics.fmean(back)))
-        yield Measured(text, tuple(forward), tuple(backward))
-
-
-def _mean_flops(speeds: Sequence[Speeds]) -> tuple[tuple[str, float], ...]:
-    dtypes = [dtype for dtype, _ in speeds[0].flops_per_s]
-    return tuple((dtype, statistics.fmean(dict(one.flops_per_s)[dtype] for one in speeds)) for dtype in dtypes)
-
-
-def _memory(seat: Seat, seats: Sequence[Seat]) -> int:
-    """Of one process, to the MiB: those without a GPU share what their host has left, those on one GPU its memory."""
-    same = [s for s in seats if (s.host, s.boot, s.gpu) == (seat.host, seat.boot, seat.gpu)]
-    return max(min(s.memory_bytes for s in same) // len(same) // 2**20, 1) * 2**20
-
-
-# Names
-
-
-def _node_names(seats: Sequence[Seat]) -> list[str]:
-    """The name of each rank's host; different hosts have different names."""
-    known: dict[tuple[str, str], str] = {}
-    for seat in seats:
-        if (seat.host, seat.boot) not in known:
-            name = re.sub(r"[^\w.-]+", "-", seat.host, flags=re.ASCII).strip("-.")[:80] or "host"
-            taken = sum(other == name or other.startswith(f"{name}~") for other in known.values())
-            known[seat.host, seat.boot] = f"{name}~{taken + 1}" if taken else name
-    return [known[seat.host, seat.boot] for seat in seats]
-
-
-def _word(seat: Seat) -> str:
-    """What people call the hardware: "NVIDIA GeForce RTX 2080 Ti" is an rtx-2080-ti."""
-    if not seat.gpu:
-        return "cpu"
-    words = re.findall(r"[a-z0-9]+", seat.hardware.lower())
-    telling = [word for word in words if word not in ("nvidia", "geforce", "tesla", "amd", "instinct", "graphics")]
-    return "-".join(telling)[:60] or "gpu"
-
-
-def _kind_names(runs: Sequence[tuple[str, str, float]]) -> list[str]:
-    """Of each (node, hardware, pace): the hardware, and how fast it is among its like in the node."""
-    names = []
-    for node, word, pace in runs:
-        like = sorted(other for where, what, other in runs if (where, what) == (node, word))
-        classes = [like[0]]
-        for other in like:
-            if other > _ALIKE * classes[-1]:
-                classes.append(other)
-        mine = max(k for k, start in enumerate(classes) if start <= pace)
-        labels = {1: [""], 2: ["-fast", "-slow"], 3: ["-fast", "-middle", "-slow"]}
-        label = labels[len(classes)][mine] if len(classes) in labels else f"-speed{mine + 1}"
-        names.append((node, word + label))
-    counted = [names[:k].count(name) for k, name in enumerate(names)]
-    return [name if not before else f"{name}-also{before}" for (_, name), before in zip(names, counted, strict=True)]
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in text)[:200]
+def _off_the_line(points: Points) -> float:
+    """How far points are, relatively, from the line that prices are made of."""
+    line = fitted_line(points)
+    return statistics.fmean(abs(line.at(fraction) / seconds - 1) for fraction, seconds in points if seconds)
 
 
 def _about(seats: Sequence[Seat], budget_s: float, group: dist.ProcessGroup | None) -> str:
-    hosts = list(dict.fromkeys(_node_names(seats)))
-    things = list(dict.fromkeys(_printable(seat.hardware) for seat in seats))
+    hosts = list(dict.fromkeys(node_names(seats)))
+    things = list(dict.fromkeys(printable(seat.hardware) for seat in seats))
     backend = f", {dist.get_backend(group)}" if dist.is_initialized() else ""
     listed = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -388,7 +394,7 @@ def _about(seats: Sequence[Seat], budget_s: float, group: dist.ProcessGroup | No
 
 @dataclass(frozen=True, slots=True)
 class _World:
-    """Whom to talk with, how to agree, and on what."""
+    """Whom to talk with, how to agree, on what, and for how long all of the measuring may take."""
 
     group: dist.ProcessGroup
     council: Council
@@ -396,42 +402,90 @@ class _World:
     dtype: torch.dtype
     budget_s: float
 
+    def talkers(self, cluster: Cluster) -> Talkers:
+        wire = Wire(self.group, self.device, Network(cluster))
+        return Talkers(wire, self.council, Load(self.device), self.device, self.dtype)
 
-def _sent_dtype(graph: Graph) -> torch.dtype:
+
+def _link_parts(ranks: int) -> int:
+    return TURNS * len(WAYS) + 1 if ranks > 1 else 0
+
+
+def _sent_dtype(graphs: Sequence[Graph]) -> torch.dtype:
     """What most of the bytes are that training sends: the gradients of parameters."""
     sizes: dict[torch.dtype, int] = {}
-    for leaf in graph.parameters:
+    for leaf in (leaf for graph in graphs for leaf in graph.parameters):
         if leaf.value.grad:
             sizes[leaf.value.torch_dtype] = sizes.get(leaf.value.torch_dtype, 0) + leaf.value.bytes
     return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
 def _with_links(
-    cluster: Cluster, world: _World, seats: Sequence[Seat], step: Callable[[], object]
-) -> tuple[Cluster, float]:
-    """The cluster with its collectives measured, and how far they lie from their lines."""
+    cluster: Cluster, world: _World, devices: _Devices, step: Callable[[], object]
+) -> tuple[Cluster, tuple[Fit, ...], tuple[float, ...]]:
+    """The cluster with its collectives measured, their fits, and the drag of each rank."""
     # Groups inside hosts must be made by all processes: where only some measure, all links are taken to be alike.
     all_measure = dist.get_world_size(world.group) == dist.get_world_size()
     has_two_links = 1 < cluster.nodes < cluster.devices
-    within = _inside_hosts(cluster, world, seats) if has_two_links and all_measure else None
-    wire = Wire(world.group, world.device, Network(cluster))
-    fits = fit_ways(wire, world.council, world.device, world.dtype, world.budget_s, step=step)
+    within = _inside_hosts(cluster, world, devices.seats) if has_two_links and all_measure else None
+    talkers = world.talkers(cluster)
+    unequal = _unequal([1 / pace for pace in paces(devices.seats, devices.found, devices.jobs)])
+    fits = fit_ways(talkers, _LINKS_PART * world.budget_s, unequal=unequal, step=step)
     gather = next(fit.link for fit in fits if (fit.collective, fit.way) == ("all_gather", "padded"))
     n, nodes = cluster.devices, cluster.nodes
     # The model of a padded all_gather (collectives.py), solved for the link.
     crossing = max(gather.latency_s - (n - nodes) * within.latency_s, 0.0) if within else gather.latency_s
     link = Link(crossing / ((nodes - 1) or (n - 1)), max(gather.bytes_per_s * (n - 1) / n, 1.0))
-    collectives = tuple((fit.collective, fit.way, fit.link) for fit in fits)
+    pairs: tuple[tuple[str, str, Link], ...] = ()
+    if 2 < nodes <= MOST_NODES:
+        link, pairs = unlike_pairs(talkers, node_names(devices.seats), link)
+    reduce = next(fit.link for fit in fits if fit.collective == "all_reduce")
+    beside = _beside(talkers, reduce, _BESIDE_PART * world.budget_s)
+    drags = tuple(cast(list[float], world.council.hear(beside.drag)))
+    step()
     return (
-        replace(cluster, within=within or link, between=link, collectives=collectives),
-        statistics.fmean(fit.error for fit in fits),
+        replace(
+            cluster,
+            kinds=_dragging(cluster, drags),
+            within=within or link,
+            between=link,
+            collectives=tuple((fit.collective, fit.way, fit.link) for fit in fits),
+            pairs=pairs,
+            stretch=beside.stretch,
+        ),
+        fits,
+        drags,
     )
+
+
+def _beside(talkers: Talkers, reduce: Link, budget_s: float) -> Beside:
+    """With as much as takes an eighth of the time there is, so that it can be sent several times."""
+    fitting = max(budget_s / 8 - reduce.latency_s, 0.0) * reduce.bytes_per_s
+    return measure_beside(talkers, int(min(max(fitting, SMALLEST_BYTES), LARGEST_BYTES)), budget_s)
+
+
+def _dragging(cluster: Cluster, drags: Sequence[float]) -> tuple[Kind, ...]:
+    spans = zip(cluster.kinds, cluster.spans, strict=True)
+    return tuple(replace(kind, drag=statistics.fmean(drags[first:last])) for kind, (first, last) in spans)
+
+
+def _unequal(speeds: Sequence[float]) -> tuple[float, ...]:
+    """Shares to measure what skew costs with: by speed, if that is unequal enough.
+
+    >>> _unequal([1.0, 1.0, 1.0, 1.0])
+    (0.5, 0.25, 0.125, 0.125)
+    """
+    n, total = len(speeds), sum(speeds)
+    if n * max(speeds) / total < _SKEWED:
+        speeds = [4.0, 2.0, *[1.0] * (n - 2)] if n > 2 else [3.0, 1.0]
+        total = sum(speeds)
+    return tuple(speed / total for speed in speeds)
 
 
 def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Link:
     """The link of the slowest host, all hosts talking to themselves at once."""
     ranks, me = dist.get_process_group_ranks(world.group), dist.get_rank(world.group)
-    nodes = _node_names(seats)
+    nodes = node_names(seats)
     found: Link | None = None
     for node in dict.fromkeys(nodes):
         inside = [ranks[rank] for rank, other in enumerate(nodes) if other == node]
@@ -442,16 +496,10 @@ def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Lin
         if node != nodes[me]:
             continue
         part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == nodes[me])
-        wire = Wire(group, world.device, Network(part))
-        fits = fit_ways(
-            wire,
-            Council(council),
-            world.device,
-            world.dtype,
-            world.budget_s / len(WAYS),
-            (("all_gather", "padded"),),
-        )
-        size, line = len(inside), fits[0].link
+        here = _World(group, Council(council), world.device, world.dtype, world.budget_s)
+        each = _LINKS_PART * world.budget_s / len(WAYS)
+        (fit,) = fit_ways(here.talkers(part), each, (("all_gather", "padded"),))
+        size, line = len(inside), fit.link
         found = Link(line.latency_s / (size - 1), max(line.bytes_per_s * (size - 1) / size, 1.0))
     told = [link for link in cast(list[Link | None], world.council.hear(found)) if link is not None]
     return Link(max(link.latency_s for link in told), min(link.bytes_per_s for link in told))

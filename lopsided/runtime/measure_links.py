@@ -1,10 +1,19 @@
-"""How fast processes talk: seconds of every collective, every way, at several sizes, as latency and bytes per second.
+"""How fast processes talk: seconds of every collective, every way, at several sizes and at unequal pieces.
 
-In: a `Wire` among the processes of a group. Out: `Fit`s. All processes do the same at the same time: how often a
-collective is repeated and when sizes are large enough is decided from seconds they agree on, those of the slowest.
+In: a `Wire` among the processes of a group. Out: `Fit`s: latency, bytes per second, and which part of the seconds grows
+with the largest piece. All processes do the same at the same time: how often a collective is repeated and when sizes
+are large enough is decided from seconds they agree on.
 
-A fit is a straight line over bytes of the whole tensor, least squares of relative errors: else the largest size would
-be the only one that counts, and latency whatever is left over.
+A collective is timed as training meets it. Before each, every process computes for a millisecond, so threads that carry
+it have gone to sleep and a process may have used up its turn of the processor; then all meet, and each times the
+collective alone. What it took is the mean over the ranks: who comes last from the meeting waits least, but is not the
+last to go on (docs/profiling.md has the figures, also of other ways to time it).
+
+A fit is least squares of relative errors, points weighted by how steady they were: else the largest size would be the
+only one that counts, and latency whatever is left over. With w bytes of the whole and the largest piece λ times the
+mean one,
+
+    seconds = latency + w · (1 - skew + skew · λ) / bytes_per_s
 """
 
 from __future__ import annotations
@@ -12,25 +21,42 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from scipy.optimize import nnls
 from torch import Tensor
 
 from lopsided.cluster import MEASURABLE
 from lopsided.devices import Link
-from lopsided.runtime.measure_ops import wait_for
+from lopsided.runtime.measure_load import Load, wait_for
+from lopsided.runtime.measure_noise import noise, typical
 from lopsided.runtime.wire import Wire
 
 WAYS = tuple((collective, way) for collective, found in MEASURABLE.items() for way in found)
 """All that a cluster can have measured."""
+TURNS = 2
+"""Over all ways, so that a busy moment meets none of them twice."""
 
-_SIZES = tuple(2**power for power in (12, 16, 19, 22, 24, 26, 28))
-_FEWEST_SIZES = 4  # latency shows at the first, bytes per second at the last
-_BATCHES = 3
-_MOST_REPEATS = 200
+_SIZES = tuple(2**power for power in (12, 17, 20, 22, 24, 26, 28))
+_FEWEST_SIZES = 3  # latency shows at the first, bytes per second at the last
+_SKEWED_SIZES = (2**20, 2**22)
+_LOOKS = 3.5  # sizes of a way, in the mean
+_FEWEST, _MOST = 2, 40  # repeats in a turn
 _LONG_S = 0.02  # a size that takes so long shows the bytes per second well enough
+_STEADY = 0.05  # no point is believed more than one that is off by so much
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Seconds of one way at one size: bytes of the whole, the largest piece over the mean one."""
+
+    bytes: float
+    largest: float
+    seconds: float
+    noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +66,9 @@ class Fit:
     collective: str
     way: str
     link: Link
-    error: float  # how far, relatively, a size is from the line
+    error: float  # how far, relatively, a point is from the fit
+    noise: float = 0.0  # how far, relatively, the same measured again might be
+    points: tuple[Point, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +79,19 @@ class Council:
 
     def slowest(self, seconds: float) -> float:
         """The largest of what everyone has found; equal everywhere."""
+        return self._agreed([seconds], dist.ReduceOp.MAX)[0]
+
+    def mean(self, seconds: Sequence[float]) -> list[float]:
+        """Of each, the mean of what everyone has found; equal everywhere."""
+        everyone = dist.get_world_size(self.group) if self.group is not None else 1
+        return [total / everyone for total in self._agreed(seconds, dist.ReduceOp.SUM)]
+
+    def _agreed(self, seconds: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
         if self.group is None:
-            return seconds
-        agreed = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
-        return float(agreed)
+            return list(seconds)
+        agreed = torch.tensor(list(seconds), dtype=torch.float64)
+        dist.all_reduce(agreed, how, group=self.group)
+        return [float(number) for number in agreed]
 
     def hear(self, told: object) -> list[object]:
         """What everyone tells, by rank."""
@@ -64,6 +100,10 @@ class Council:
         heard: list[object] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(heard, told, group=self.group)
         return heard
+
+    def gather(self) -> None:
+        """Until all are here."""
+        self.slowest(0.0)
 
     def meet(self, meanwhile: Callable[[], object]) -> None:
         """Until all are here. Who comes early works on, or the last would measure a machine that is empty."""
@@ -77,6 +117,9 @@ class Council:
         arriving.wait()
 
 
+# Lines
+
+
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Constant, slope and mean relative error of the line nearest to (x, y) by relative error, neither part negative.
 
@@ -84,94 +127,160 @@ def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float, f
     >>> round(constant, 9), round(slope, 9), round(error, 9)
     (1.0, 2.0, 0.0)
     """
-    # With u = 1 / y and v = x / y, every point should have constant · u + slope · v = 1.
-    scaled = [(1 / y, x / y) for x, y in points]
-    uu, uv, vv = (sum(a * b for a, b in pairs) for pairs in _products(scaled))
-    u, v = sum(a for a, _ in scaled), sum(b for _, b in scaled)
-    determinant = uu * vv - uv * uv
-    if determinant > 1e-12 * uu * vv:
-        constant, slope = (u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant
-    else:
-        constant, slope = 0.0, v / vv if vv else 0.0
-    if constant < 0:
-        constant, slope = 0.0, v / vv
-    elif slope < 0:
-        constant, slope = u / uu, 0.0
-    return constant, slope, statistics.fmean(abs(constant * a + slope * b - 1) for a, b in scaled)
+    if len(points) == 1:  # which says nothing about what does not grow
+        return 0.0, points[0][1] / points[0][0], 0.0
+    (constant, slope), error = _nearest([(1.0, x) for x, _ in points], [y for _, y in points])
+    return constant, slope, error
 
 
-def _products(scaled: Sequence[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
-    yield [(a, a) for a, _ in scaled]
-    yield list(scaled)
-    yield [(b, b) for _, b in scaled]
+def _nearest(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], noises: Sequence[float] = ()
+) -> tuple[list[float], float]:
+    """Factors of the columns, none negative, by least squares of relative errors; and their mean."""
+    scaled = np.array(rows) / np.array(seconds)[:, None]
+    weights = 1 / np.hypot(_STEADY, np.array(noises or [0.0] * len(seconds)) / 2)
+    sizes = scaled.max(axis=0)
+    sizes[sizes == 0] = 1.0
+    factors, _ = nnls(scaled / sizes * weights[:, None], weights)
+    found = factors / sizes
+    return [float(factor) for factor in found], float(np.average(np.abs(scaled @ found - 1), weights=weights))
+
+
+def fitted(collective: str, way: str, points: Sequence[Point]) -> Fit:
+    """The line through these points; with a skew, if some have unequal pieces."""
+    skewed = any(point.largest > 1.01 for point in points)
+    rows = [(1.0, point.bytes, point.bytes * point.largest)[: 3 if skewed else 2] for point in points]
+    (latency_s, *per_byte), error = _nearest(
+        rows, [point.seconds for point in points], [point.noise for point in points]
+    )
+    total = min(max(sum(per_byte), 1e-18), 1.0)
+    skew = min(max(per_byte[1] / total, 0.0), 1.0) if skewed else None
+    again = statistics.fmean(point.noise for point in points)
+    return Fit(collective, way, Link(latency_s, 1 / total, skew), error, again, tuple(points))
+
+
+# Measuring
+
+
+@dataclass(frozen=True, slots=True)
+class Talkers:
+    """Who talks over what, how they agree, and what they send."""
+
+    wire: Wire
+    council: Council
+    load: Load
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class _Series:
+    """One way at growing sizes, with pieces by these shares. `turns` has of each size the times, turn by turn."""
+
+    collective: str
+    way: str
+    shares: tuple[float, ...]
+    sizes: tuple[int, ...]
+    turns: dict[int, list[list[float]]] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> float:
+        return len(self.shares) * max(self.shares)
+
+    def points(self) -> Iterator[Point]:
+        for size, turns in self.turns.items():
+            times = [seconds for turn in turns for seconds in turn]
+            yield Point(float(size), self.largest, typical(times), noise(turns))
 
 
 def fit_ways(
-    wire: Wire,
-    council: Council,
-    device: torch.device,
-    dtype: torch.dtype,
+    talkers: Talkers,
     budget_s: float,
     ways: Sequence[tuple[str, str]] = WAYS,
+    unequal: Sequence[float] = (),
     step: Callable[[], object] = lambda: None,
 ) -> tuple[Fit, ...]:
-    """The lines of these ways, in about so many seconds. `step` is called after each."""
-    fits = []
+    """The fits of these ways, in about so many seconds; with pieces equal and, if given, by these shares.
+
+    `step` is called after each way in each turn.
+    """
+    n = talkers.wire.size
+    every: list[list[_Series]] = []
     for collective, way in ways:
-        points = list(_points(wire, council, device, dtype, budget_s / len(ways), collective, way))
-        latency_s, s_per_byte, error = line_through(points)
-        fits.append(Fit(collective, way, Link(latency_s, min(1 / max(s_per_byte, 1e-18), 1e18)), error))
-        step()
-    return tuple(fits)
+        same = [_Series(collective, way, (1 / n,) * n, _SIZES)]
+        if unequal and collective != "all_reduce":
+            same.append(_Series(collective, way, tuple(unequal), _SKEWED_SIZES))
+        every.append(same)
+    pace = _Pace(budget_s / TURNS / sum(map(len, every)) / _LOOKS, time.perf_counter() + budget_s)
+    for turn in range(TURNS):
+        for same in every:
+            for series in same:
+                _take_turn(series, turn, talkers, pace)
+            step()
+    return tuple(fitted(same[0].collective, same[0].way, [p for s in same for p in s.points()]) for same in every)
 
 
-def _points(
-    wire: Wire,
-    council: Council,
-    device: torch.device,
-    dtype: torch.dtype,
-    budget_s: float,
-    collective: str,
-    way: str,
-) -> Iterator[tuple[float, float]]:
-    """Bytes of the whole tensor, and seconds."""
-    left_s, slot = budget_s, budget_s / (_FEWEST_SIZES + 1)
-    for number, size in enumerate(_SIZES):
-        # Pieces are equal, and so are the pieces of pieces that all_to_all sends.
-        piece = max(size // dtype.itemsize // wire.size**2, 1) * wire.size
-        talk = _talk(wire, collective, way, piece, dtype, device)
-        talk()
-        one = council.slowest(_seconds(talk, device, 2))
-        repeats = min(max(int(slot / _BATCHES / one), 1), _MOST_REPEATS)
-        batches = _BATCHES if one * _BATCHES < slot else 1
-        took = council.slowest(statistics.median(_seconds(talk, device, repeats) for _ in range(batches)))
-        yield float(piece * wire.size * dtype.itemsize), took
-        left_s = max(left_s - 3 * one - took * repeats * batches, 0.0)
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """How long to look at a size in a turn, and when to have done."""
+
+    slot_s: float
+    until: float
+
+
+def _take_turn(series: _Series, turn: int, talkers: Talkers, pace: _Pace) -> None:
+    council = talkers.council
+    if turn and council.slowest(time.perf_counter()) > pace.until:
+        return
+    for number, size in enumerate(series.sizes):
+        talk, whole_bytes = _talk(series, talkers, size)
+        if turn and whole_bytes not in series.turns:
+            return
+        if not turn:
+            talk()
+        before, first = occurrence(talk, talkers)
+        whole_s, one = (council.slowest(seconds) for seconds in (before, first))
+        repeats = min(max(int(pace.slot_s / whole_s), _FEWEST), _MOST) - 1
+        times = council.mean([first, *(occurrence(talk, talkers)[1] for _ in range(repeats))])
+        series.turns.setdefault(whole_bytes, []).append(times)
         # The next size takes some four times as long.
-        if number + 1 >= _FEWEST_SIZES and (took > _LONG_S or 20 * took > left_s):
+        if number + 1 >= _FEWEST_SIZES and (one > _LONG_S or 4 * _FEWEST * one > pace.slot_s):
             return
 
 
-def _seconds(talk: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
-    wait_for(device)
+def occurrence(talk: Callable[[], Tensor], talkers: Talkers) -> tuple[float, float]:
+    """Seconds with what comes before, and alone."""
     started = time.perf_counter()
-    for _ in range(repeats):
-        talk()
-    wait_for(device)
-    return (time.perf_counter() - started) / repeats
+    talkers.load()
+    talkers.council.gather()
+    alone = _seconds(talk, talkers)
+    return time.perf_counter() - started, alone
 
 
-def _talk(
-    wire: Wire, collective: str, way: str, piece: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[], Tensor]:
-    counts = [piece] * wire.size
-    mine = torch.zeros(piece, dtype=dtype, device=device)
-    if collective == "all_gather":
-        return lambda: wire.all_gather(mine, counts, what="measuring", way=way).wait()
-    if collective == "all_to_all":
-        each = [piece // wire.size] * wire.size
-        return lambda: wire.all_to_all(mine, each, each, what="measuring").wait()
-    whole = torch.zeros(piece * wire.size, dtype=dtype, device=device)
-    if collective == "reduce_scatter":
-        return lambda: wire.reduce_scatter(whole, counts, what="measuring", way=way).wait()
-    return lambda: wire.all_reduce(whole, what="measuring", way=way).wait()
+def _seconds(talk: Callable[[], Tensor], talkers: Talkers) -> float:
+    started = time.perf_counter()
+    talk()
+    wait_for(talkers.device)
+    return time.perf_counter() - started
+
+
+def _talk(series: _Series, talkers: Talkers, size: int) -> tuple[Callable[[], Tensor], int]:
+    """The collective, and how many bytes the whole has."""
+    wire, dtype, device, way = talkers.wire, talkers.dtype, talkers.device, series.way
+    counts = [max(int(share * size / dtype.itemsize), 1) for share in series.shares]
+    total, me = sum(counts), wire.rank
+    if series.collective == "all_to_all":
+        # From every piece by rows to every piece by columns.
+        parts = [[max(count * other // total, 1) for other in counts] for count in counts]
+        give, take = parts[me], [row[me] for row in parts]
+        send = torch.zeros(sum(give), dtype=dtype, device=device)
+        talk = lambda: wire.all_to_all(send, give, take, what="measuring").wait()  # noqa: E731
+        return talk, sum(map(sum, parts)) * dtype.itemsize
+    whole = torch.zeros(total, dtype=dtype, device=device)
+    piece = torch.zeros(counts[me], dtype=dtype, device=device)
+    talks: dict[str, Callable[[], Tensor]] = {
+        "all_gather": lambda: wire.all_gather(piece, counts, what="measuring", way=way).wait(),
+        "reduce_scatter": lambda: wire.reduce_scatter(whole, counts, what="measuring", way=way).wait(),
+        "all_reduce": lambda: wire.all_reduce(whole, what="measuring", way=way).wait(),
+    }
+    return talks[series.collective], total * dtype.itemsize

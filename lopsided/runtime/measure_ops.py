@@ -4,15 +4,12 @@ In: a `Graph` and a device. Out: `Speeds` (what the roofline is made of), and fo
 units) seconds forward and backward, by `run_job`. Which jobs are worth their time is decided by `choose_jobs` from the
 speeds of all devices, so that every process comes to the same list.
 
-Operands are drawn at random, in the layout they have in the graph. Two processes that share a core take turns of some
-milliseconds: a call shorter than that runs undisturbed or stands still, and the median of single calls would show a
-core of one's own. So a sample is the mean over a batch of some ten milliseconds, and medians are over samples.
+Operands are drawn at random, in the layout they have in the graph. A sample is the mean over a batch of runs.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +28,8 @@ from lopsided.ops import describe
 from lopsided.ops.op import Call, Local
 from lopsided.placement import I, Placement
 from lopsided.rules import call_rules, describe_call
+from lopsided.runtime.measure_load import wait_for
+from lopsided.runtime.measure_noise import typical
 from lopsided.runtime.randomness import Randomness
 from lopsided.work import Work, call_text, is_product, work_of
 
@@ -49,18 +48,16 @@ _REFUSED = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError
 # Time
 
 
-def wait_for(device: torch.device) -> None:
-    """Until the device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def samples_of(work: Callable[[], object], device: torch.device, lasting_s: float) -> list[float]:
-    """Seconds of one run, as means over batches that together last about so long. Run it once before."""
+def samples_of(
+    work: Callable[[], object], device: torch.device, lasting_s: float, now: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Seconds of one run on the clock `now`, as means over batches that together last about so long. Run it once
+    before."""
     wait_for(device)
     chunk, samples, started = 1, list[float](), time.perf_counter()
     while len(samples) < _BATCHES and (not samples or time.perf_counter() - started < lasting_s):
         runs, begun, passed = 0, time.perf_counter(), 0.0
+        mine = now()
         while not runs or passed < lasting_s / _BATCHES:
             for _ in range(chunk):
                 work()
@@ -69,14 +66,14 @@ def samples_of(work: Callable[[], object], device: torch.device, lasting_s: floa
             passed = time.perf_counter() - begun
             if device.type == "cuda":
                 chunk = min(max(int(_CHUNK_S * runs / passed), 1), 1000)
-        samples.append(passed / runs)
+        samples.append((now() - mine) / runs)
     return samples
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, lasting_s: float) -> float:
     """Seconds of one run, after a first one."""
     work()
-    return statistics.median(samples_of(work, device, lasting_s))
+    return typical(samples_of(work, device, lasting_s))
 
 
 # The roofline
@@ -110,7 +107,7 @@ def measure_speeds(dtypes: Iterable[str], device: torch.device, lasting_s: float
 
 def _bytes_per_s(device: torch.device, lasting_s: float) -> float:
     """Of a sum: two are read, one is written. Larger than caches, and small beside any memory to train in."""
-    big = torch.ones(2**27 if device.type == "cuda" else 2**24, device=device)
+    big = torch.ones(2**27 if device.type == "cuda" else 2**23, device=device)
     other, into = torch.ones_like(big), torch.empty_like(big)
     # In place: what a page costs that is touched for the first time is no matter of bytes.
     took = seconds_of(lambda: torch.add(big, other, out=into), device, lasting_s)
@@ -135,9 +132,9 @@ def _flops_per_s(dtype: torch.dtype, device: torch.device, lasting_s: float) -> 
     return best
 
 
-def speed_dtypes(graph: Graph) -> tuple[str, ...]:
-    """The dtypes that the products of a graph compute in."""
-    found = {call.work.dtype for call in distinct_calls(graph) if is_product(call.call.node.op)}
+def speed_dtypes(graphs: Sequence[Graph]) -> tuple[str, ...]:
+    """The dtypes that the products of these graphs compute in."""
+    found = {call.work.dtype for call in distinct_calls(graphs) if is_product(call.call.node.op)}
     return tuple(dtype for dtype in SPEED_DTYPES if dtype in found) or ("f32",)
 
 
@@ -146,29 +143,31 @@ def speed_dtypes(graph: Graph) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Distinct:
-    """A call that a graph makes, once or more often."""
+    """A call that graphs make, once or more often; as the graph of this number makes it."""
 
     text: str
     call: Call
     work: Work
     times: int
+    graph: int = 0
 
 
-def distinct_calls(graph: Graph) -> tuple[Distinct, ...]:
-    """The calls of a graph by their text, in the order of their first use.
+def distinct_calls(graphs: Sequence[Graph]) -> tuple[Distinct, ...]:
+    """The calls of these graphs by their text, in the order of their first use.
 
     Calls of one text may differ in what has a gradient: the text stands for those that are made most often.
     """
-    made: dict[str, dict[object, list[Node]]] = {}
-    for node in graph.nodes:
-        if node.operands:
-            text = call_text(node, graph.values)
-            made.setdefault(text, {}).setdefault(signature(node, graph.values), []).append(node)
+    made: dict[str, dict[object, list[tuple[int, Node]]]] = {}
+    for number, graph in enumerate(graphs):
+        for node in graph.nodes:
+            if node.operands:
+                text = call_text(node, graph.values)
+                made.setdefault(text, {}).setdefault(signature(node, graph.values), []).append((number, node))
     found = []
     for text, variants in made.items():
-        node = max(variants.values(), key=len)[0]
-        call = Call(node, tuple(graph.values[name] for name in node.operands))
-        found.append(Distinct(text, call, work_of(call), sum(map(len, variants.values()))))
+        number, node = max(variants.values(), key=len)[0]
+        call = Call(node, tuple(graphs[number].values[name] for name in node.operands))
+        found.append(Distinct(text, call, work_of(call), sum(map(len, variants.values())), number))
     return tuple(found)
 
 
@@ -184,6 +183,10 @@ class Job:
     @property
     def fraction(self) -> float:
         return self.units / self.length
+
+    @property
+    def key(self) -> tuple[str, float]:
+        return self.distinct.text, self.fraction
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -228,7 +231,7 @@ def _cut_of(call: Call) -> tuple[Rule, int]:
 
 
 def choose_jobs(
-    graph: Graph, everyone: Sequence[Speeds], memory_bytes: int, budget_s: float
+    graphs: Sequence[Graph], everyone: Sequence[Speeds], memory_bytes: int, budget_s: float
 ) -> tuple[tuple[Job, ...], float]:
     """What to measure on every device in about so many seconds, and seconds for each; by what the slowest needs.
 
@@ -242,7 +245,7 @@ def choose_jobs(
     def estimate(distinct: Distinct, fraction: float) -> float:
         return max(speeds.seconds(distinct.work, fraction) for speeds in everyone)
 
-    calls = sorted(distinct_calls(graph), key=lambda d: -d.times * estimate(d, 1 / devices))
+    calls = sorted(distinct_calls(graphs), key=lambda d: -d.times * estimate(d, 1 / devices))
     total = sum(d.times * estimate(d, 1 / devices) for d in calls)
     chosen: list[Job] = []
     left_s, covered = budget_s, 0.0
@@ -260,6 +263,14 @@ def choose_jobs(
                 chosen.append(job)
                 left_s -= needs_s
     return tuple(chosen), min(_SHORTEST_S + max(left_s, 0.0) / max(len(chosen), 1), _LONGEST_S)
+
+
+def covered(graphs: Sequence[Graph], jobs: Sequence[Job], speeds: Speeds) -> float:
+    """Which part of the estimated seconds of all calls those have that are measured."""
+    chosen = {job.distinct.text for job in jobs}
+    seconds = [(d.text in chosen, d.times * speeds.seconds(d.work)) for d in distinct_calls(graphs)]
+    total = sum(s for _, s in seconds)
+    return sum(s for is_chosen, s in seconds if is_chosen) / total if total else 0.0
 
 
 def layouts_of(graph: Graph) -> dict[str, tuple[int, ...]]:
@@ -294,15 +305,21 @@ Samples = tuple[list[float], list[float]]
 """Seconds forward and backward; none backward where nothing flows back."""
 
 
-def run_job(job: Job, layouts: Layouts, device: torch.device, lasting_s: float) -> Samples:
-    """Seconds of a job; none at all if the op refuses random operands."""
+def run_job(
+    job: Job,
+    layouts: Layouts,
+    device: torch.device,
+    lasting_s: float,
+    now: Callable[[], float] = time.perf_counter,
+) -> Samples:
+    """Seconds of a job on the clock `now`; none at all if the op refuses random operands."""
     try:
         with _ready(job.distinct.call.node, device) as once:
             forward = _prepared(job, layouts, device, once)
             made = forward()
             ends = [out for out in made if out.requires_grad]
             half = lasting_s / 2 if ends else lasting_s
-            forward_s = samples_of(forward, device, half)
+            forward_s = samples_of(forward, device, half, now)
             if not ends:
                 return forward_s, []
             seeds = [torch.ones_like(out) for out in ends]
@@ -312,7 +329,7 @@ def run_job(job: Job, layouts: Layouts, device: torch.device, lasting_s: float) 
                 torch.autograd.grad(ends, leaves, seeds, retain_graph=True, allow_unused=True)
 
             backward()
-            return forward_s, samples_of(backward, device, half)
+            return forward_s, samples_of(backward, device, half, now)
     except _REFUSED:
         return [], []
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lopsided.runtime.pieces import Piece
 
@@ -48,6 +48,7 @@ class Cut(Protocol):
     def pieces(self) -> Mapping[str, Piece]: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def before_step(self, optimizer: Optimizer) -> None: ...
+    def after_step(self, optimizer: Optimizer) -> None: ...
 
 
 # The watch
@@ -64,6 +65,7 @@ def watch_optimizers(pm: Cut) -> None:
     _models.add(pm)
     if not _watching:
         register_optimizer_step_pre_hook(_check)
+        register_optimizer_step_post_hook(_tell)
         _watching = True
 
 
@@ -81,6 +83,12 @@ def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             _check_with(optimizer, pm, {id(own[name]): name for name in own if _is_in_pieces(pm.pieces.get(name))})
     for pm in _holds[optimizer]:
         pm.before_step(optimizer)
+
+
+def _tell(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        for pm in _holds.get(optimizer, ()):
+            pm.after_step(optimizer)
 
 
 def _is_in_pieces(piece: Piece | None) -> bool:

@@ -10,9 +10,10 @@ it does not need; the model is used up by it.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from lopsided.runtime.op import AnyRandomness
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.randomness import Randomness
+from lopsided.runtime.recorder import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, hardware_of
 from lopsided.runtime.steps import Steps
 from lopsided.runtime.variants import program_for
 from lopsided.runtime.watch import Watch
@@ -97,7 +99,7 @@ def parallelize(
         {"the graph": graph.fingerprint, "the plan": digest_of(plan_text(chosen)), "torch": torch.__version__[:4]},
     )
     progress("cutting the parameters")
-    return Parallel(
+    pm = Parallel(
         model,
         batch,
         graph,
@@ -110,6 +112,9 @@ def parallelize(
         check_every=check_every,
         bucket_bytes=bucket_bytes,
     )
+    if path := os.environ.get(RECORD_VARIABLE):
+        pm.record(path)
+    return pm
 
 
 class Parallel(nn.Module):
@@ -168,6 +173,7 @@ class Parallel(nn.Module):
             # Weakly: a module that nobody needs is gone at once, and its watch with it.
             this = weakref.ref(self)
             self._gradients.on_finish = lambda: _step_is_done(this())
+        self.recording: Recording | None = None
         self.training = model.training
         self._every_module = list(self.modules())
         self._programs = {self._mode(): plan.program}
@@ -305,6 +311,8 @@ class Parallel(nn.Module):
         if self.wire is None:
             return self._loss_of_others()
         mode = self._mode()
+        recorder = self.recording.recorder if self.recording is not None else None
+        self.wire.recorder = recorder if recorder is not None and recorder.is_noting and self.training else None
         self._forwards += 1
         self.watch.at_step(self._forwards)
         self._check_inputs(tensors)
@@ -321,7 +329,8 @@ class Parallel(nn.Module):
         steps, program = self._steps(mode)
         local = self._local_inputs(tensors, program)
         loss, updates, own = steps.run(self._leaves(program) | local)
-        self.watch.finish_handshake()
+        with self.wire.recorder.handshaking() if self.wire.recorder is not None else nullcontext():
+            self.watch.finish_handshake()
         for name, value in updates.items():
             self.get_buffer(name).copy_(value)
         if self.training and self._check_every and self._forwards % self._check_every == 0:
@@ -445,6 +454,51 @@ class Parallel(nn.Module):
                 where=self._here(),
                 do="leave the last backward pass before optimizer.step() outside of no_sync()",
             )
+
+        if self.recording is not None:
+            self.recording.before_update()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when it has taken it. Of several optimizers, the last to step for the first time ends a step."""
+        if self.recording is not None and optimizer is self._optimizers[-1]():
+            self.recording.after_update()
+
+    # What is recorded
+
+    def record(
+        self,
+        path: str | Path | None = None,
+        *,
+        model: str = "",
+        skipped: int = SKIPPED,
+        timed: int = TIMED,
+        recorded: int = RECORDED,
+    ) -> Recording | None:
+        """From here on, time some steps and record all that happens in some others.
+
+        After so many more steps of the optimizer the first process's `Recording.run` has what was found, and it is
+        written to `path`. Every process of the run calls this at the same place; those without a device get None.
+        """
+        if self.wire is None or self._side is None:
+            return None
+        self.recording = Recording(
+            self.plan,
+            self.world.device,
+            self._side,
+            self.world.order[self.world.place],
+            model=model or type(self._model[0]).__name__,
+            hardware=hardware_of(self.world.device),
+            path=path,
+            skipped=skipped,
+            timed=timed,
+            recorded=recorded,
+            held_bytes=self._held_bytes,
+        )
+        return self.recording
+
+    def _held_bytes(self) -> int:
+        held = [*self.parameters(), *(p.grad for p in self.parameters() if p.grad is not None)]
+        return sum(tensor.nbytes for tensor in held)
 
     # What can be wrong with a loss
 

@@ -79,7 +79,7 @@ class Steps:
             again = Regathered(self.exchange, self.regathers, stored.__getitem__)
         gatherer = Gatherer(self.exchange, self.gathers, stored.__getitem__)
         gatherer.begin()
-        return Pass(gatherer, again)
+        return Pass(gatherer, again, self.exchange.wire.recorder)
 
 
 # From a program to instructions

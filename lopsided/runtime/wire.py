@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from lopsided.collectives import Network
 from lopsided.errors import ClusterError, RankError, WorldError
 from lopsided.runtime.ferry import Ferry, Run
 from lopsided.runtime.lanes import Flight, GlooLane, Lane, NcclLane, Work
+from lopsided.runtime.recorder import Recorder, Sent
 
 if TYPE_CHECKING:
     from lopsided.runtime.watch import Watch
@@ -32,6 +34,9 @@ _WAYS = {
     "all_gather": ("padded", "grouped", "all_to_all"),
     "reduce_scatter": ("padded", "grouped", "all_to_all"),
 }
+
+About = tuple[str, str, int, float]
+"""Of a collective: which, which way, bytes of the whole tensor, and how large the largest piece is."""
 
 # What both backends take as it is. Other dtypes are moved as bytes.
 _KNOWN = {
@@ -59,7 +64,7 @@ _OWN = (torch.OutOfMemoryError, torch.AcceleratorError)
 class Handle:
     """A collective under way."""
 
-    __slots__ = ("_error", "_result", "_then", "_what", "_wire", "_works")
+    __slots__ = ("_error", "_result", "_sent", "_then", "_what", "_wire", "_works")
 
     def __init__(
         self,
@@ -68,8 +73,10 @@ class Handle:
         result: Tensor,
         works: Sequence[Work] = (),
         then: Sequence[Callable[[], object]] = (),
+        sent: Sent | None = None,
     ) -> None:
         self._wire, self._what, self._result, self._works, self._then = wire, what, result, works, then
+        self._sent = sent
         self._error: Exception | None = None
 
     def wait(self) -> Tensor:
@@ -78,7 +85,7 @@ class Handle:
             raise self._error
         if self._works or self._then:
             try:
-                self._wire._stand(self._works, self._what)
+                self._wire._stand(self._works, self._what, self._sent)
                 for finish in self._then:
                     finish()
             except Exception as error:
@@ -108,6 +115,7 @@ class Wire:
         self.rank, self.size = group.rank(), group.size()
         self.device, self.network, self.watch = device, network, watch
         self.waited_s, self.sent_bytes = 0.0, 0
+        self.recorder: Recorder | None = None  # of this step
         timeout, backend = timedelta(seconds=timeout_s), _backend(group, device)
         self._ferry: Ferry | None = None
         self._lane: Lane
@@ -124,13 +132,15 @@ class Wire:
         if self.size == 1 or not flat.numel():
             return Handle(self, what, flat)
         way = self._choose("all_reduce", way, flat.nbytes, 1.0)
-        return self._in_place(what, flat, lambda lane, _, target: (lane.all_reduce(target, way), None))
+        about = ("all_reduce", way, flat.nbytes, 1.0)
+        return self._in_place(what, flat, lambda lane, _, target: (lane.all_reduce(target, way), None), about)
 
     def maximum(self, flat: Tensor, *, what: str = "") -> Handle:
         """The largest over all devices, in place."""
         if self.size == 1 or not flat.numel():
             return Handle(self, what, flat)
-        return self._in_place(what, flat, lambda lane, _, target: (lane.maximum(target), None))
+        about = ("all_reduce", "ring", flat.nbytes, 1.0)
+        return self._in_place(what, flat, lambda lane, _, target: (lane.maximum(target), None), about)
 
     def all_gather(
         self, piece: Tensor, counts: Sequence[int], *, what: str = "", way: str = "", out: Tensor | None = None
@@ -150,11 +160,13 @@ class Wire:
         whole = self._empty(total, piece.dtype) if out is None else out
         if not total:
             return Handle(self, what, whole)
-        way = self._choose("all_gather", way, whole.nbytes, self.size * max(counts) / total)
+        largest = self.size * max(counts) / total
+        way = self._choose("all_gather", way, whole.nbytes, largest)
         self._count(way, counts, total, counts[self.rank] * (self.size - 1), piece.itemsize)
         source, target = _movable(piece), _movable(whole)
         sizes = _sizes(counts, piece)
-        return self._begin(what, whole, lambda lane, a, b: lane.all_gather(a, b, sizes, way), source, target)
+        about = ("all_gather", way, whole.nbytes, largest)
+        return self._begin(what, whole, lambda lane, a, b: lane.all_gather(a, b, sizes, way), source, target, about)
 
     def reduce_scatter(self, whole: Tensor, counts: Sequence[int], *, what: str = "", way: str = "") -> Handle:
         """Of the sum over all devices this one's piece, of `counts[rank]` elements. `whole` stays as it is."""
@@ -165,7 +177,9 @@ class Wire:
         piece = self._empty(count, whole.dtype)
         if not total:
             return Handle(self, what, piece)
-        way = self._choose("reduce_scatter", way, whole.nbytes, self.size * max(counts) / total)
+        largest = self.size * max(counts) / total
+        way = self._choose("reduce_scatter", way, whole.nbytes, largest)
+        about = ("reduce_scatter", way, whole.nbytes, largest)
         self._count(way, counts, total, total - count, whole.itemsize)
 
         def run(lane: Lane, source: Tensor, target: Tensor) -> Flight:
@@ -173,9 +187,9 @@ class Wire:
 
         source = _summable(whole, what)
         if source.dtype == whole.dtype:
-            return self._begin(what, piece, run, source, piece)
+            return self._begin(what, piece, run, source, piece, about)
         target = self._empty(count, source.dtype)
-        return self._begin(what, piece, run, source, target, (lambda: piece.copy_(target),))
+        return self._begin(what, piece, run, source, target, about, (lambda: piece.copy_(target),))
 
     def all_to_all(self, send: Tensor, give: Sequence[int], take: Sequence[int], *, what: str = "") -> Handle:
         """`give[r]` elements, in the order of the ranks, go to each rank r, and `take[r]` come from it."""
@@ -186,22 +200,26 @@ class Wire:
         taken = self._empty(self._total(take, what), send.dtype)
         source, target = _movable(send), _movable(taken)
         given, came = _sizes(give, send), _sizes(take, send)
-        return self._begin(what, taken, lambda lane, a, b: lane.all_to_all(a, b, given, came), source, target)
+        # Nobody knows how large the others' parts are: this is as if all had as much.
+        about = ("all_to_all", "direct", max(send.nbytes, taken.nbytes) * self.size, 1.0)
+        return self._begin(what, taken, lambda lane, a, b: lane.all_to_all(a, b, given, came), source, target, about)
 
     def broadcast(self, flat: Tensor, source: int, *, what: str = "") -> Handle:
         """What rank `source` has, in place."""
         if self.size == 1 or not flat.numel():
             return Handle(self, what, flat)
         self.sent_bytes += flat.nbytes * (self.size - 1) // self.size
-        moved = _movable(flat)
-        return self._begin(what, flat, lambda lane, _, target: (lane.broadcast(target, source), None), moved, moved)
+        moved, about = _movable(flat), ("broadcast", "direct", flat.nbytes, 1.0)
+        return self._begin(
+            what, flat, lambda lane, _, target: (lane.broadcast(target, source), None), moved, moved, about
+        )
 
-    def _in_place(self, what: str, flat: Tensor, run: Run) -> Handle:
+    def _in_place(self, what: str, flat: Tensor, run: Run, about: About) -> Handle:
         self.sent_bytes += 2 * flat.nbytes * (self.size - 1) // self.size
         held, summed = flat.detach(), _summable(flat, what)
         if summed.dtype == flat.dtype:
-            return self._begin(what, flat, run, summed, summed)
-        return self._begin(what, flat, run, summed, summed, (lambda: held.copy_(summed),))
+            return self._begin(what, flat, run, summed, summed, about)
+        return self._begin(what, flat, run, summed, summed, about, (lambda: held.copy_(summed),))
 
     def _begin(
         self,
@@ -210,27 +228,35 @@ class Wire:
         run: Run,
         source: Tensor,
         target: Tensor,
+        about: About,
         then: Sequence[Callable[[], object]] = (),
     ) -> Handle:
         what = what or "a collective"
+        sent = self.recorder.starts(what, *about) if self.recorder is not None else None
         if self._ferry is not None:
-            return Handle(self, what, result, (self._ferry.cross(run, source, target),), then)
+            crossing = self._ferry.cross(run, source, target)
+            if sent is not None:
+                crossing.arrived.add_done_callback(lambda _: sent.arrived())
+            return Handle(self, what, result, (crossing,), then, sent)
         try:
             works, finish = run(self._lane, source, target)
         except _OWN:
             raise
         except RuntimeError as error:
             raise self._explain(error, what) from error
-        return Handle(self, what, result, works, then if finish is None else (finish, *then))
+        if self.recorder is not None and sent is not None and self.device.type == "cpu":
+            works = self.recorder.follow(sent, works)
+        return Handle(self, what, result, works, then if finish is None else (finish, *then), sent)
 
-    def _stand(self, works: Sequence[Work], what: str) -> None:
+    def _stand(self, works: Sequence[Work], what: str, sent: Sent | None) -> None:
         """Wait for them, and say who is to blame if that fails."""
         if self.watch is not None:
             self.watch.entering(what)
         since = time.perf_counter()
         try:
-            for work in works:
-                work.wait()
+            with self.recorder.standing(sent) if self.recorder is not None else nullcontext():
+                for work in works:
+                    work.wait()
         except _OWN:
             raise
         except RuntimeError as error:

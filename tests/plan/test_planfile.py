@@ -18,10 +18,11 @@ from plans_by_hand import DATA_PARALLEL, SHARES, ZERO, graph, plan_of
 
 from lopsided.cluster import load_cluster
 from lopsided.errors import PlanError
+from lopsided.jsonfile import check_writable
 from lopsided.models import load
 from lopsided.placement import Shares
 from lopsided.plan import Breakdown
-from lopsided.planfile import EDITED, FORMAT, VERSION, check_writable, load_plan, parse_plan, plan_text, save_plan
+from lopsided.planfile import EDITED, FORMAT, PLAN_FILE, VERSION, load_plan, parse_plan, plan_text, save_plan
 from lopsided.planner import plan, predict
 from lopsided.rules import derive_rules
 from lopsided.sample import random_program
@@ -390,20 +391,20 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_is_known_before(tmp_path: Path) -> None:
     (tmp_path / "there.json").write_text("")
-    check_writable(tmp_path / "there.json")
-    check_writable(tmp_path / "new.json")
+    check_writable(tmp_path / "there.json", PLAN_FILE)
+    check_writable(tmp_path / "new.json", PLAN_FILE)
     for path, words in (
         (tmp_path, "this is a directory"),
         (tmp_path / "no" / "plan.json", "no folder"),
         (tmp_path / "there.json" / "plan.json", "no folder"),
     ):
         with pytest.raises(PlanError, match=words) as caught:
-            check_writable(path)
+            check_writable(path, PLAN_FILE)
         assert caught.value.do
     (tmp_path / "there.json").chmod(0o400)
     if not os.access(tmp_path / "there.json", os.W_OK):  # root may write everywhere
         with pytest.raises(PlanError, match="not allowed"):
-            check_writable(tmp_path / "there.json")
+            check_writable(tmp_path / "there.json", PLAN_FILE)
 
 
 def test_a_full_disk_is_told_in_words() -> None:
@@ -414,7 +415,7 @@ def test_a_full_disk_is_told_in_words() -> None:
 
 
 def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lopsided.planfile.MOST_BYTES_OF_A_FILE", 1000)
+    monkeypatch.setattr("lopsided.jsonfile.MOST_BYTES_OF_A_FILE", 1000)
     save_plan(plan_of(), tmp_path / "plan.json")
     with pytest.raises(PlanError, match="larger than 1,000 bytes"):
         load_plan(tmp_path / "plan.json")

@@ -64,7 +64,6 @@ def test_demo_tells_the_truth_about_all_contestants() -> None:
     assert losses["alone"][-1] < losses["alone"][0]
 
 
-@pytest.mark.slow  # it is a race with the end of the demo
 def test_demo_interrupted_leaves_nobody_behind() -> None:
     with started() as demo:
         until = time.monotonic() + 120

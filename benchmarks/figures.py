@@ -1,0 +1,578 @@
+"""Results of the proof as pictures and a page: docs/figures/*.svg and docs/proof.md.
+
+python benchmarks/figures.py          (or make figures)
+
+In: benchmarks/results/proof-*.json, ablation-*.json and programs-*.json, whichever are there. Out: nothing that is not
+in them: no number is typed. Pictures are plain SVG, in the reader's own font, legible on light and on dark.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from accuracy import errors
+from proof import BASELINES, OURS
+
+from lopsided.ablation import ADDITIONS, HAP
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+DOCS = HERE.parent / "docs"
+LABS = ("lab-cpu", "lab-cpu-2link", "lab-even", "lab-gpu", "lab-gpu-2")
+EVEN = "lab-even"
+GOAL_TIMES, GOAL_EVEN, GOAL_WORST, GOAL_MEAN, GOAL_RANK = 2.41, 1.03, 0.15, 0.07, 0.95
+AS_FAST = 1.0
+NAMES = {
+    "dp-ev": "DDP, equal shares",
+    "dp-cp": "DDP, shares by speed",
+    "fsdp2": "FSDP2",
+    "deepspeed-1": "DeepSpeed ZeRO-1",
+    "deepspeed-3": "DeepSpeed ZeRO-3",
+    HAP: "HAP",
+    OURS: "Lopsided",
+    "alone": "fastest host alone",
+}
+NOTE = "<!-- Written by `make figures` from benchmarks/results; edit benchmarks/figures.py instead. -->\n"
+
+Row = dict[str, Any]
+
+
+# What was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A model in a lab."""
+
+    lab: str
+    model: str
+    row: Row
+
+    @property
+    def counted(self) -> dict[str, Row]:
+        """The contestants that ran and trained the same model."""
+        found = self.row["contestants"].items()
+        return {name: one for name, one in found if "measured_s" in one and one["same"]}
+
+    def seconds(self, name: str) -> float:
+        return float(self.counted[name]["measured_s"]) if name in self.counted else math.nan
+
+    @property
+    def best_baseline(self) -> str:
+        there = [name for name in BASELINES if name in self.counted]
+        return min(there, key=self.seconds, default="")
+
+    def faster(self, name: str, than: str = "dp-ev") -> float:
+        """How many times as fast, round by round: what disturbs one disturbs its neighbours."""
+        if name not in self.counted or than not in self.counted:
+            return math.nan
+        pairs = zip(self.counted[than]["rounds_s"], self.counted[name]["rounds_s"], strict=False)
+        return statistics.median(theirs / own for theirs, own in pairs)
+
+    @property
+    def margin(self) -> float:
+        """How many times as fast as the best baseline."""
+        return self.faster(OURS, self.best_baseline) if self.best_baseline else math.nan
+
+    @property
+    def reached(self) -> bool:
+        return bool(self.margin >= (1 / GOAL_EVEN if self.lab == EVEN else AS_FAST))
+
+
+def read_cells(results: Path, kind: str = "proof") -> list[Cell]:
+    found = []
+    for lab in LABS:
+        path = results / f"{kind}-{lab}.json"
+        if path.is_file():
+            told = json.loads(path.read_text())
+            found += [Cell(lab, model, row) for model, row in told["models"].items()]
+    return found
+
+
+def read_programs(results: Path) -> list[Row]:
+    return [json.loads(path.read_text()) for path in sorted(results.glob("programs-*.json"))]
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Geometric."""
+    kept = [value for value in values if value > 0 and math.isfinite(value)]
+    return math.exp(statistics.fmean(math.log(value) for value in kept)) if kept else math.nan
+
+
+# Drawing
+
+STYLE = """
+.ink{fill:#1f2328}.dim{fill:#59636e}.line{stroke:#59636e}.grid{stroke:#d1d9e0}.ours{fill:#1f6feb}.hap{fill:#d9822b}
+.base{fill:#8c959f}.band{fill:#1f6feb;opacity:.1}.send{fill:#d9822b}.hollow{fill:none;stroke:#59636e}
+@media (prefers-color-scheme:dark){.ink{fill:#e6edf3}.dim{fill:#9198a1}.line{stroke:#9198a1}.grid{stroke:#3d444d}
+.ours{fill:#58a6ff}.hap{fill:#f0a35e}.base{fill:#7d8590}.band{fill:#58a6ff;opacity:.16}.send{fill:#f0a35e}
+.hollow{stroke:#9198a1}}
+text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}.small{font-size:11px}.bold{font-weight:600}
+"""
+
+
+@dataclass(slots=True)
+class Drawing:
+    """SVG, piece by piece."""
+
+    width: float
+    height: float
+    title: str
+    parts: list[str] = field(default_factory=list)
+
+    def rect(self, x: float, y: float, width: float, height: float, look: str, title: str = "") -> None:
+        inside = f"<title>{escape(title)}</title>" if title else ""
+        # A bar of no height still says that it is there.
+        self.parts.append(
+            f'<rect class="{look}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.6):.1f}" '
+            f'height="{max(height, 0.6):.1f}">{inside}</rect>'
+        )
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, look: str = "grid", dash: str = "") -> None:
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        self.parts.append(f'<line class="{look}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"{dashed}/>')
+
+    def dot(self, x: float, y: float, look: str, radius: float = 4.0, title: str = "") -> None:
+        inside = f"<title>{escape(title)}</title>" if title else ""
+        self.parts.append(f'<circle class="{look}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{inside}</circle>')
+
+    def text(self, x: float, y: float, words: str, look: str = "ink", anchor: str = "start", turn: float = 0) -> None:
+        turned = f' transform="rotate({turn:g} {x:.1f} {y:.1f})"' if turn else ""
+        self.parts.append(
+            f'<text class="{look}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turned}>{escape(words)}</text>'
+        )
+
+    def area(self, points: Sequence[tuple[float, float]], look: str) -> None:
+        told = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polygon class="{look}" points="{told}"/>')
+
+    def legend(self, x: float, y: float, items: Sequence[tuple[str, str]]) -> None:
+        for look, words in items:
+            self.rect(x, y - 9, 10, 10, look)
+            self.text(x + 15, y, words, "ink small")
+            x += 34 + 6.2 * len(words)
+
+    def svg(self) -> str:
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
+            f'width="{self.width:g}" height="{self.height:g}" role="img" aria-label="{escape(self.title)}">'
+            f"<title>{escape(self.title)}</title><style>{STYLE}</style>" + "\n".join(self.parts) + "</svg>\n"
+        )
+
+
+def _ticks(high: float, about: int = 4) -> list[float]:
+    """Round numbers from 0 to at least `high`."""
+    raw = high / about
+    unit = 10 ** math.floor(math.log10(raw))
+    step = next(unit * k for k in (1, 2, 2.5, 5, 10) if unit * k >= raw - 1e-12)
+    return [step * k for k in range(math.ceil(high / step - 1e-9) + 1)]
+
+
+def speedups(cells: Sequence[Cell]) -> str:
+    """The main figure: how many times as fast as plain data parallelism, by lab and model."""
+    labs = [lab for lab in LABS if any(cell.lab == lab for cell in cells)]
+    columns, panel_w, panel_h, top = min(2, len(labs)), 430.0, 222.0, 62.0
+    rows = math.ceil(len(labs) / columns)
+    drawing = Drawing(columns * panel_w + 10, top + rows * panel_h, "Speed-up over data parallelism with equal shares")
+    drawing.text(14, 22, "Times as fast as DDP with equal shares", "ink bold")
+    drawing.legend(14, 44, [("ours", "Lopsided"), ("hap", "HAP's method"), ("base", "best of DDP, FSDP2, DeepSpeed")])
+    for number, lab in enumerate(labs):
+        x0, y0 = (number % columns) * panel_w, top + (number // columns) * panel_h
+        _panel(drawing, lab, [cell for cell in cells if cell.lab == lab], x0, y0, panel_w, panel_h)
+    return drawing.svg()
+
+
+def _panel(
+    drawing: Drawing, lab: str, cells: Sequence[Cell], x0: float, y0: float, width: float, height: float
+) -> None:
+    left, right, upper, lower = x0 + 40, x0 + width - 8, y0 + 26, y0 + height - 30
+    tallest = max((v for c in cells for v in _bars(c).values() if math.isfinite(v)), default=1.0)
+    ticks = _ticks(max(tallest * 1.08, 1.2))
+    scale = (lower - upper) / ticks[-1]
+    drawing.text(left - 26, y0 + 12, lab, "ink bold")
+    for tick in ticks:
+        drawing.line(left, lower - tick * scale, right, lower - tick * scale)
+        drawing.text(left - 6, lower - tick * scale + 4, f"{tick:g}×", "dim small", "end")
+    each = (right - left) / max(len(cells), 1)
+    bar = min(each / 4, 17.0)
+    for k, cell in enumerate(cells):
+        middle = left + (k + 0.5) * each
+        for place, (look, value) in enumerate(_bars(cell).items()):
+            if math.isfinite(value):
+                x = middle + (place - 1.5) * bar
+                told = f"{cell.model} on {lab}: {value:.2f}×"
+                drawing.rect(x, lower - value * scale, bar - 1.5, value * scale, look, told)
+                if look == "ours":
+                    drawing.text(x + bar / 2 - 1, lower - value * scale - 4, f"{value:.2f}", "ink small", "middle")
+        drawing.text(middle, lower + 16, cell.model, "ink small", "middle")
+    drawing.line(left, lower - scale, right, lower - scale, "line", "4 3")
+
+
+def _bars(cell: Cell) -> dict[str, float]:
+    best = cell.faster(cell.best_baseline) if cell.best_baseline else math.nan
+    return {"base": best, "hap": cell.faster(HAP), "ours": cell.faster(OURS)}
+
+
+def _without(cells: Sequence[Cell]) -> dict[str, list[tuple[Cell, float]]]:
+    """Of each addition, and of HAP: how many times as long a step takes without it."""
+    names = {**{f"no-{name}": name for name in ADDITIONS}, HAP: HAP}
+    found: dict[str, list[tuple[Cell, float]]] = {}
+    for key, name in names.items():
+        for cell in cells:
+            # Where the same plan is found without it, it brings nothing.
+            own = cell.row["contestants"].get(key, {}).get("same_as", key)
+            if own in cell.counted and OURS in cell.counted:
+                found.setdefault(name, []).append((cell, 1 / cell.faster(own, OURS)))
+    return found
+
+
+def ablation(cells: Sequence[Cell]) -> str:
+    """What a step takes without each addition, over what it takes with all."""
+    rows = _without(cells)
+    left, right, top, each = 150.0, 760.0, 66.0, 34.0
+    height = top + each * max(len(rows), 1) + 40
+    drawing = Drawing(800, height, "A step without each addition, over a step with all of them")
+    drawing.text(14, 22, "A step without each addition, over a step with all (measured)", "ink bold")
+    drawing.text(14, 42, "a dot for each model and lab, the bar their geometric mean", "dim small")
+    values = [value for found in rows.values() for _, value in found] or [1.0]
+    low, high = min(0.9, min(values) * 0.97), max(1.5, max(values) * 1.03)
+
+    def place(value: float) -> float:
+        return left + (math.log(value) - math.log(low)) / (math.log(high) - math.log(low)) * (right - left)
+
+    bottom = top + each * len(rows)
+    for tick in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0):
+        if low <= tick <= high:
+            drawing.line(place(tick), top - 8, place(tick), bottom, "line" if tick == 1 else "grid")
+            drawing.text(place(tick), bottom + 18, f"{tick:g}×", "dim small", "middle")
+    for number, (name, found) in enumerate(rows.items()):
+        y = top + each * (number + 0.5)
+        mean = _mean(value for _, value in found)
+        drawing.text(left - 14, y + 4, name if name == HAP else f"no {name}", "ink", "end")
+        drawing.rect(min(place(1.0), place(mean)), y - 9, abs(place(mean) - place(1.0)), 18, "band")
+        drawing.line(place(mean), y - 11, place(mean), y + 11, "line")
+        for cell, value in found:
+            told = f"{cell.model} on {cell.lab}: {value:.2f}×"
+            drawing.dot(place(value), y, "hap" if name == HAP else "ours", 4, told)
+    return drawing.svg()
+
+
+def predictions(cells: Sequence[Cell], programs: Sequence[Row]) -> str:
+    """Predicted against measured steps, on logarithmic axes."""
+    points: list[tuple[str, float, float, str]] = []
+    for cell in cells:
+        for name, one in cell.counted.items():
+            if "predicted_s" in one:
+                look = "ours" if name == OURS else "base"
+                told = f"{NAMES.get(name, name)}, {cell.model} on {cell.lab}"
+                points.append((look, one["predicted_s"], one["measured_s"], told))
+    for told in programs:
+        for name, one in told["row"]["contestants"].items():
+            if "predicted_s" in one and one["same"]:
+                points.append(("hap", one["predicted_s"], one["measured_s"], f"{name}: {told['model']}, {told['lab']}"))
+    size, left, top = 420.0, 66.0, 66.0
+    drawing = Drawing(left + size + 20, top + size + 50, "Predicted against measured seconds of a step")
+    drawing.text(14, 22, "A step: predicted against measured", "ink bold")
+    legend = [("ours", "our plans"), ("base", "other plans and baselines")]
+    drawing.legend(14, 44, [*legend, ("hap", "programs of one model")] if programs else legend)
+    every = [value for _, predicted, measured, _ in points for value in (predicted, measured)] or [0.1, 1.0]
+    low, high = math.log(min(every) * 0.8), math.log(max(every) * 1.25)
+
+    def place(seconds: float) -> float:
+        return (math.log(seconds) - low) / (high - low) * size
+
+    a, b = math.exp(low), math.exp(high)
+    band = 1 + GOAL_WORST
+    drawing.area(
+        [
+            (left + place(a), top + size - place(a)),
+            (left + place(a * band), top + size - place(a)),
+            (left + place(b), top + size - place(b / band)),
+            (left + place(b), top + size - place(b)),
+            (left + place(b / band), top + size - place(b)),
+            (left + place(a), top + size - place(a * band)),
+        ],
+        "band",
+    )
+    for power in range(-4, 3):
+        for times in (1, 2, 5):
+            tick = times * 10.0**power
+            if a <= tick <= b:
+                words = f"{tick:g} s" if tick >= 1 else f"{tick * 1e3:g} ms"
+                drawing.line(left + place(tick), top, left + place(tick), top + size)
+                drawing.line(left, top + size - place(tick), left + size, top + size - place(tick))
+                drawing.text(left + place(tick), top + size + 16, words, "dim small", "middle")
+                drawing.text(left - 6, top + size - place(tick) + 4, words, "dim small", "end")
+    drawing.line(left, top + size, left + size, top, "line")
+    for look in ("base", "hap", "ours"):  # ours on top
+        for own, predicted, measured, told in points:
+            if own == look:
+                words = f"{told}: predicted {predicted * 1e3:.0f} ms, measured {measured * 1e3:.0f} ms"
+                drawing.dot(left + place(measured), top + size - place(predicted), look, 3.5, words)
+    drawing.text(left + size / 2, top + size + 38, "measured", "dim", "middle")
+    drawing.text(16, top + size / 2, "predicted", "dim", "middle", -90)
+    return drawing.svg()
+
+
+def timeline(cell: Cell) -> str:
+    """The predicted step of our plan in one cell: when devices compute, and when something is sent."""
+    own = cell.row["contestants"][OURS]
+    lanes: dict[str, list[list[float]]] = own["timeline"]
+    left, right, top, each = 150.0, 760.0, 60.0, 30.0
+    end = max([span[1] for spans in lanes.values() for span in spans] + [own["measured_s"] * 1e3])
+    drawing = Drawing(800, top + each * len(lanes) + 46, f"The step of {cell.model} on {cell.lab}")
+    drawing.text(14, 22, f"{cell.model} on {cell.lab}: the predicted step", "ink bold")
+    drawing.legend(14, 44, [("ours", "computes"), ("send", "sends"), ("base", "measured step ends")])
+
+    def place(ms: float) -> float:
+        return left + ms / end * (right - left)
+
+    bottom = top + each * len(lanes)
+    for tick in _ticks(end, 6):
+        if tick <= end:
+            drawing.line(place(tick), top, place(tick), bottom)
+            drawing.text(place(tick), bottom + 18, f"{tick:g} ms", "dim small", "middle")
+    for number, (name, spans) in enumerate(sorted(lanes.items(), key=lambda lane: lane[0] == "network")):
+        y = top + each * number
+        drawing.text(left - 12, y + 19, name, "ink small", "end")
+        for start, stop in spans:
+            look = "send" if name == "network" else "ours"
+            drawing.rect(
+                place(start), y + 6, place(stop) - place(start), each - 12, look, f"{start:.1f} to {stop:.1f} ms"
+            )
+    measured = place(own["measured_s"] * 1e3)
+    drawing.rect(measured - 1, top, 2, bottom - top, "base", f"measured: {own['measured_s'] * 1e3:.0f} ms")
+    return drawing.svg()
+
+
+# The page
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}" if math.isfinite(seconds) else "–"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}×" if math.isfinite(value) else "–"
+
+
+def _met(yes: bool) -> str:
+    return "reached" if yes else "**not reached**"
+
+
+def goals(cells: Sequence[Cell], programs: Sequence[Row]) -> Iterator[str]:
+    unequal, even = [c for c in cells if c.lab != EVEN], [c for c in cells if c.lab == EVEN]
+    yield "| goal | | |\n|---|---|---|"
+    if unequal:
+        reached = sum(cell.reached for cell in unequal)
+        yield (
+            f"| as fast as the best baseline or faster, every model on every unequal lab | {reached} of {len(unequal)} "
+            f"| {_met(reached == len(unequal))} |"
+        )
+        best = max(unequal, key=lambda cell: cell.faster(OURS) if math.isfinite(cell.faster(OURS)) else 0)
+        yield (
+            f"| {GOAL_TIMES}× DP-EV or more on one of them | {_times(best.faster(OURS))} ({best.model}, {best.lab}) "
+            f"| {_met(best.faster(OURS) >= GOAL_TIMES)} |"
+        )
+    if even:
+        reached = sum(cell.reached for cell in even)
+        yield (
+            f"| within {GOAL_EVEN - 1:.0%} of the best baseline on `{EVEN}` | {reached} of {len(even)} "
+            f"| {_met(reached == len(even))} |"
+        )
+    ours = errors(cell.row["contestants"][OURS] for cell in cells if OURS in cell.counted)
+    if ours["count"]:
+        for which, goal in (("worst", GOAL_WORST), ("mean", GOAL_MEAN)):
+            met = _met(ours[which] <= goal)
+            yield f"| {which} error of a predicted step at most {goal:.0%} | {ours[which]:.1%} | {met} |"
+    for told in programs:
+        yield (
+            f"| rank correlation {GOAL_RANK} over {told['programs']} programs of {told['model']} on `{told['lab']}` "
+            f"| {told['rank_correlation']:.3f} | {_met(told['rank_correlation'] >= GOAL_RANK and told['enough'])} |"
+        )
+
+
+def lab_table(lab: str, cells: Sequence[Cell], about: str) -> Iterator[str]:
+    yield f"\n### `{lab}`: {about}\n"
+    yield "Milliseconds a step, medians over rounds. In brackets, how many times as fast as DP-EV.\n"
+    ran = {name for cell in cells for name, one in cell.row["contestants"].items() if "measured_s" in one}
+    names = [name for name in (*BASELINES, "alone", HAP, OURS) if name in ran]
+    yield "| model | " + " | ".join(NAMES[name] for name in names) + " | over the best baseline |"
+    yield "|---" * (len(names) + 2) + "|"
+    for cell in cells:
+        figures = []
+        for name in names:
+            wrong = "measured_s" in cell.row["contestants"].get(name, {}) and name not in cell.counted
+            told = "trains otherwise" if wrong else f"{_ms(cell.seconds(name))} ({_times(cell.faster(name))})"
+            bold = "**" if name in (OURS, cell.best_baseline) else ""
+            figures.append(f"{bold}{told}{bold}")
+        yield f"| {cell.model} | " + " | ".join(figures) + f" | {_times(cell.margin)} |"
+    absent = {
+        name: one["unavailable"]
+        for cell in cells
+        for name, one in cell.row["contestants"].items()
+        if "unavailable" in one
+    }
+    if absent:
+        yield "\nNot there: " + "; ".join(f"{NAMES.get(n, n)} (`{why[:160]}`)" for n, why in absent.items()) + "."
+
+
+def plans_table(cells: Sequence[Cell]) -> Iterator[str]:
+    yield "\n## What the plans are\n"
+    yield "| lab | model | devices | work shares | predicted | measured | error | where a predicted step goes |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for cell in cells:
+        if OURS not in cell.counted:
+            continue
+        one = cell.counted[OURS]
+        shares = " ".join(f"{share:.0%}" for share in one["shares"]["work"])
+        parts = ", ".join(
+            f"{name} {seconds / one['predicted_s']:.0%}"
+            for name, seconds in one["breakdown"].items()
+            if name != "hidden" and seconds > 0.005 * one["predicted_s"]
+        )
+        yield (
+            f"| {cell.lab} | {cell.model} | {len(one['devices'])} of {len(cell.row['devices'])} | {shares} "
+            f"| {_ms(one['predicted_s'])} ms | {_ms(one['measured_s'])} ms | {one['error']:+.1%} | {parts} |"
+        )
+
+
+def errors_table(cells: Sequence[Cell]) -> Iterator[str]:
+    yield "\n## Predicted against measured\n"
+    yield "![predicted against measured](figures/predicted.svg)\n"
+    yield "| of | steps | mean error | worst error |\n|---|---|---|---|"
+    groups = {
+        "our plans": lambda name: name == OURS,
+        "HAP and plans without an addition": lambda name: name == HAP or name.startswith("no-"),
+        "DDP, equal shares": lambda name: name == "dp-ev",
+        "DDP, shares by speed": lambda name: name == "dp-cp",
+        "FSDP2 and ZeRO-3, as the planner sees them": lambda name: name in ("fsdp2", "deepspeed-3"),
+        "one device": lambda name: name == "alone",
+    }
+    for about, of in groups.items():
+        found = errors(one for cell in cells for name, one in cell.counted.items() if of(name))
+        if found["count"]:
+            yield f"| {about} | {found['count']} | {found['mean']:.1%} | {found['worst']:.1%} |"
+
+
+def ablation_table(cells: Sequence[Cell]) -> Iterator[str]:
+    rows = _without(cells)
+    if not rows:
+        return
+    yield "\n## What each addition brings\n"
+    yield "![a step without each addition](figures/ablation.svg)\n"
+    yield (
+        "A step of the plan that is found without it, over a step of ours, both measured in the same rounds; 1 where "
+        "the same plan is found. HAP is without all of them (`lopsided/ablation.py` says what each means).\n"
+    )
+    yield "| without | geometric mean | most | least |\n|---|---|---|---|"
+    for name, found in rows.items():
+        (most, high), (least, low) = max(found, key=lambda f: f[1]), min(found, key=lambda f: f[1])
+        yield (
+            f"| {name} | {_times(_mean(v for _, v in found))} | {_times(high)} ({most.model}, {most.lab}) "
+            f"| {_times(low)} ({least.model}, {least.lab}) |"
+        )
+
+
+def missed(cells: Sequence[Cell]) -> Iterator[str]:
+    """Where the goal is not reached, with the timeline of that case."""
+    short = [cell for cell in cells if not cell.reached and OURS in cell.counted]
+    yield "\n## Where the goal is not reached\n"
+    if not short:
+        yield "Nowhere: every model on every lab is at least as fast as its goal."
+    for cell in short:
+        own, best = cell.counted[OURS], cell.counted.get(cell.best_baseline)
+        against = f"{NAMES[cell.best_baseline]} takes {_ms(best['measured_s'])} ms" if best else "no baseline ran"
+        believed = ""
+        if best and "predicted_s" in best:
+            believed = f", and was predicted to take {_ms(best['predicted_s'])} ms"
+        yield (
+            f"**{cell.model} on `{cell.lab}`**: {_times(cell.margin)} of the best baseline. Ours takes "
+            f"{_ms(own['measured_s'])} ms (predicted {_ms(own['predicted_s'])} ms), {against}{believed}.\n\n"
+            f"![{cell.model} on {cell.lab}](figures/timeline-{cell.lab}-{cell.model}.svg)\n"
+        )
+
+
+def sizes_table(cells: Sequence[Cell]) -> Iterator[str]:
+    yield "\n## Sizes\n"
+    yield "| model | where | parameters | as built | autocast |\n|---|---|---|---|---|"
+    seen: dict[tuple[str, str], list[str]] = {}
+    rows: dict[tuple[str, str], Row] = {}
+    for cell in cells:
+        key = (cell.model, cell.row["spec"])
+        seen.setdefault(key, []).append(cell.lab)
+        rows[key] = cell.row
+    for (model, spec), labs in seen.items():
+        row = rows[model, spec]
+        yield f"| {model} | {', '.join(labs)} | {row['parameters']:,} | `{spec}` | {row['autocast'] or 'none'} |"
+
+
+def page(cells: Sequence[Cell], ablated: Sequence[Cell], programs: Sequence[Row], about: Mapping[str, Row]) -> str:
+    lines = [NOTE, "# The proof\n"]
+    lines.append(
+        "Each model is profiled in the lab (`benchmarks/lab.py`), planned from that, and trained by everyone in the "
+        "same processes, in rounds whose order is shuffled anew. All train with AdamW on the same global batch; losses "
+        "are compared step by step, and who trains something else does not count. `make proof` measures, "
+        "`make figures` writes this page.\n"
+    )
+    if not cells:
+        return "\n".join([*lines, "Nothing was measured yet.", ""])
+    lines += ["![speed-up over data parallelism](figures/speedup.svg)\n", *goals(cells, programs)]
+    lines.append("\n## Steps\n")
+    for lab in LABS:
+        if own := [cell for cell in cells if cell.lab == lab]:
+            lines += lab_table(lab, own, about[lab]["what"])
+    lines += [*missed(cells), *plans_table(cells), *ablation_table(ablated), *errors_table(cells)]
+    for told in programs:
+        found = told["errors"]
+        lines.append(
+            f"\n{told['programs']} programs of {told['model']} on `{told['lab']}`: rank correlation "
+            f"{told['rank_correlation']:.3f}, mean error {found['mean']:.1%}, worst {found['worst']:.1%}."
+        )
+    lines += sizes_table(cells)
+    lines.append("\n## How\n\n| lab | command | commit | torch | machine | rounds |\n|---|---|---|---|---|---|")
+    for lab, told in about.items():
+        made = told["about"]
+        lines.append(
+            f"| {lab} | `{made['command']}` | {made['commit']} | {made['torch']} | {made['machine']} "
+            f"| {told['pace']['rounds']} of {told['pace']['steps']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def write(results: Path = RESULTS, docs: Path = DOCS) -> list[Path]:
+    """The page and the pictures; those that nothing belongs to any more go."""
+    cells, ablated, programs = read_cells(results), read_cells(results, "ablation"), read_programs(results)
+    about = {
+        lab: json.loads((results / f"proof-{lab}.json").read_text())
+        for lab in LABS
+        if (results / f"proof-{lab}.json").is_file()
+    }
+    pictures: dict[str, str] = {}
+    if cells:
+        pictures = {"speedup": speedups(cells), "predicted": predictions(cells, programs)}
+    if ablated:
+        pictures["ablation"] = ablation(ablated)
+    for cell in cells:
+        if OURS in cell.counted and not cell.reached:
+            pictures[f"timeline-{cell.lab}-{cell.model}"] = timeline(cell)
+    folder = docs / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("timeline-*.svg"):
+        old.unlink()
+    for name, picture in pictures.items():
+        (folder / f"{name}.svg").write_text(picture)
+    (docs / "proof.md").write_text(page(cells, ablated, programs, about))
+    return [docs / "proof.md", *(folder / f"{name}.svg" for name in pictures)]
+
+
+if __name__ == "__main__":
+    for written in write():
+        print(written.relative_to(HERE.parent))

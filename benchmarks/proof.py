@@ -1,0 +1,526 @@
+"""The proof: on really unequal hardware, does the plan beat what people would otherwise run?
+
+python benchmarks/proof.py --lab lab-cpu                       all models, all contestants
+python benchmarks/proof.py --lab lab-cpu --ablate all          what each addition brings, into ablation-LAB.json
+python benchmarks/proof.py --lab lab-cpu --quick               small and short, nothing written
+
+In: the name of a lab (`benchmarks/lab.py`). Out: benchmarks/results/proof-LAB.json, a row per model (with `--ablate`:
+ablation-LAB.json, in which plans alone compete, and plain data parallelism). For every model:
+
+    profile   in the lab, at the lab's speeds: `take_measurement`, all hosts at once
+    plan      outside of it, at full speed: Lopsided, HAP (every addition left out), and what `--ablate` asks for
+    race      in the lab: all contestants are set up in the same processes, at full speed; then hosts get their shares,
+              everyone warms up, and rounds follow in which each trains some steps, in an order shuffled anew. A step
+              takes as long as its slowest rank
+
+Losses are compared step by step: a contestant that does not train the same model is marked, and its times do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+import torch.distributed as dist
+from contestants import Contestant, Entry, Subject, enter
+from lab import SPECS, Lab, build, start_line
+
+from lopsided.ablation import ADDITIONS, HAP, additions_named
+from lopsided.candidates import speed_dtype
+from lopsided.capture import capture
+from lopsided.cluster import Cluster, parse_cluster
+from lopsided.cost import Costs, Scale, optimizer_named
+from lopsided.placement import cut
+from lopsided.plan import Plan
+from lopsided.planfile import save_plan
+from lopsided.planner import plan_graph
+from lopsided.rules import derive_rules
+from lopsided.runtime.measure import take_measurement
+from lopsided.runtime.world import begin
+from lopsided.schedule import lay_out
+from lopsided.timeline import NETWORK, Timeline, run
+
+OURS = "lopsided"
+BASELINES = ("dp-ev", "dp-cp", "fsdp2", "deepspeed-1", "deepspeed-3")
+CONTESTANTS = (*BASELINES, HAP, OURS, "alone")
+PREDICTED_AS = {"dp-ev": "dp-ev", "dp-cp": "dp-cp", "fsdp2": "fsdp", "deepspeed-3": "fsdp", "alone": "single"}
+"""The planner's own figure for what others run."""
+
+# A model's step takes about a second on a whole core; HAP's four first. Dropout would draw other numbers elsewhere.
+ON_CPU = (
+    Subject("vgg19", "vgg19:width=32,ffn=1024,dropout=0,batch=64", sums=True),
+    Subject("vit", "vit:layers=4,width=256,heads=4,dropout=0,batch=64", sums=True),
+    Subject("bert", "bert:layers=4,width=256,heads=4,seq=64,vocab=4096,dropout=0,batch=48", sums=True),
+    Subject(
+        "bert-moe",
+        "bert-moe:layers=4,width=192,heads=4,seq=64,vocab=2048,experts=8,dropout=0,batch=48",
+        sums=True,
+    ),
+    Subject("gpt2", "gpt2:layers=4,width=256,heads=4,seq=128,vocab=4096,dropout=0,batch=24"),
+    Subject("llama", "llama:layers=4,width=256,heads=4,kv_heads=2,ffn=704,seq=128,vocab=4096,batch=24"),
+)
+ON_GPU = (
+    Subject("vgg19", "vgg19:dropout=0,batch=1024", sums=True, autocast="bf16"),
+    Subject("vit", "vit:dropout=0,batch=512", sums=True, autocast="bf16"),
+    Subject("bert", "bert:seq=128,dropout=0,batch=256", sums=True, autocast="bf16"),
+    Subject("bert-moe", "bert-moe:layers=6,experts=8,dropout=0,batch=128", sums=True, autocast="bf16"),
+    Subject("gpt2", "gpt2:seq=512,dropout=0,batch=64", autocast="bf16"),
+    Subject(
+        "llama", "llama:layers=12,width=768,heads=12,kv_heads=4,ffn=2048,seq=512,vocab=32000,batch=64", autocast="bf16"
+    ),
+)
+QUICK = (
+    Subject("gpt2", "gpt2:layers=2,width=64,heads=2,seq=32,vocab=256,dropout=0,batch=16"),
+    Subject("bert", "bert:layers=2,width=64,heads=2,seq=32,vocab=256,dropout=0,batch=16", sums=True),
+)
+
+SAME_AT_FIRST, SAME_LATER = 1e-4, 1e-2
+SAME_UNDER_AUTOCAST = 2e-2
+"""How far losses may differ, as a part: sums are ordered otherwise, and AdamW makes much of small gradients."""
+COMPARED = 4
+"""So many losses of each contestant are compared and kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much is done for a model."""
+
+    measure_s: float
+    warm_up: int
+    rounds: int
+    steps: int
+    most_s: float  # after which no round begins
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """What the ranks are told."""
+
+    subject: Subject
+    entries: tuple[Entry, ...]
+    pace: Pace
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_race(path: Path) -> Race:
+    told = json.loads(path.read_text())
+    entries = tuple(Entry(**{**entry, "rows": tuple(entry["rows"])}) for entry in told["entries"])
+    return Race(Subject(**told["subject"]), entries, Pace(**told["pace"]))
+
+
+# In the lab: one process a host
+
+
+def profile_rank(subject: Subject, budget_s: float, into: Path) -> None:
+    """Measure, and have rank 0 write it down."""
+    device = begin()
+    torch.set_num_threads(1)
+    with subject.casting(device):
+        graph = capture(*subject.built(device))
+    start_line(dist.get_rank())
+    found = take_measurement(graph, device, budget_s=budget_s)
+    if dist.get_rank() == 0:
+        told = {
+            "toml": found.cluster.text(),
+            "op_error": found.op_error,
+            "link_error": found.link_error,
+            "seconds": found.seconds,
+        }
+        into.write_text(json.dumps(told))
+    _leave()
+
+
+def race_rank(task: Race, folder: Path) -> None:
+    """Set everyone up, warm up, run rounds; every rank writes what it saw."""
+    began = time.perf_counter()
+    device = begin()
+    torch.set_num_threads(1)
+    rank, pace = dist.get_rank(), task.pace
+    entered: dict[str, Contestant] = {}
+    unavailable: dict[str, str] = {}
+    for entry in task.entries:
+        made = enter(task.subject, entry, device)
+        if isinstance(made, str):
+            unavailable[entry.name] = made
+        else:
+            entered[entry.name] = made
+    start_line(rank)
+    ready = time.perf_counter()
+    losses: dict[str, list[float]] = {name: [] for name in entered}
+    seconds: dict[str, list[float]] = {name: [] for name in entered}
+    waited: dict[str, list[float]] = {name: [] for name in entered}
+    for name in list(entered):
+        trouble = _steps(name, entered[name], pace.warm_up, device, losses[name])[2]
+        if trouble:
+            unavailable[name] = trouble
+            del entered[name]
+    warm = time.perf_counter()
+    shuffle = random.Random(0)  # the same on all ranks
+    gc.collect()
+    gc.disable()  # or one contestant pays for another's garbage
+    until = time.perf_counter() + pace.most_s
+    for _ in range(pace.rounds):
+        if not _everyone(time.perf_counter() < until):
+            break
+        for name in shuffle.sample(list(entered), len(entered)):
+            taken, stood, _ = _steps(name, entered[name], pace.steps, device, losses[name])
+            seconds[name].append(taken)
+            waited[name].append(stood)
+    told = {
+        "seconds": seconds,
+        "waited": waited,
+        "losses": {name: found[:COMPARED] for name, found in losses.items()},
+        "unavailable": unavailable,
+        "active": [name for name, one in entered.items() if one.active],
+        "most_bytes": _most_bytes(device),
+        "took_s": {"set up": ready - began, "warm up": warm - ready, "rounds": time.perf_counter() - warm},
+    }
+    (folder / f"rank-{rank}.json").write_text(json.dumps(told))
+    _leave()
+
+
+def _steps(
+    name: str, contestant: Contestant, steps: int, device: torch.device, losses: list[float]
+) -> tuple[float, float, str]:
+    """Seconds a step, seconds of it that this rank stood, and what went wrong. Adds the global losses."""
+    gc.collect()
+    dist.barrier()
+    told: list[torch.Tensor] = []
+    trouble = ""
+    before_s = 0.0 if not contestant.active else contestant.waited_s
+    started = time.perf_counter()
+    try:
+        for _ in range(steps):
+            told.append(contestant.step())
+    except Exception as error:
+        trouble = f"{name}: {type(error).__name__}: {error}"
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    taken = (time.perf_counter() - started) / max(steps, 1)
+    stood = (contestant.waited_s - before_s) / max(steps, 1) if contestant.active else 0.0
+    heard: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(heard, trouble)
+    if any(heard):
+        return taken, stood, next(one for one in heard if one)
+    # Added up when nobody's clock is running.
+    total = torch.stack([one.float().cpu() for one in told]) if told else torch.zeros(steps)
+    dist.all_reduce(total)
+    losses += total.tolist()
+    return taken, stood, ""
+
+
+def _everyone(yes: bool) -> bool:
+    told = torch.tensor(int(yes))
+    dist.all_reduce(told, dist.ReduceOp.MIN)
+    return bool(told)
+
+
+def _most_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def _leave() -> None:
+    dist.barrier()
+    # What some contestants leave behind does not survive an orderly end of the interpreter.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+# Outside of it
+
+
+Made = Callable[[Cluster, torch.device], Iterable[tuple[str, Plan]]]
+"""Plans by name for a measured cluster; one of them is ours."""
+
+
+def race_in(lab: Lab, subject: Subject, who: Sequence[str], make: Made, pace: Pace) -> dict[str, Any]:
+    """The row of one model: the contestants that are asked for, and every plan that is made."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="proof-") as name:
+        folder = Path(name)
+        here = str(Path(__file__).resolve())
+        (folder / "subject.json").write_text(json.dumps(asdict(subject)))
+        _in_the_lab(lab, [here, "--inside", "profile", str(folder), "--measure", str(pace.measure_s)], pace)
+        measured = json.loads((folder / "cluster.json").read_text())
+        cluster = parse_cluster(measured["toml"], "measured")
+        profiled = time.perf_counter()
+        plans = dict(make(cluster, torch.device("cuda:0" if lab.spec.kind == "gpu" else "cpu")))
+        entries = tuple(entries_for(subject, plans, who, cluster, folder))
+        planned = time.perf_counter()
+        (folder / "race.json").write_text(Race(subject, entries, pace).text())
+        _in_the_lab(lab, [here, "--inside", "race", str(folder)], pace)
+        ranks = [json.loads((folder / f"rank-{k}.json").read_text()) for k in range(cluster.devices)]
+    row = told_of(subject, cluster, plans, entries, ranks)
+    ended = time.perf_counter()
+    row["measurement"] = measured
+    row["took_s"] = {
+        "profile": profiled - started,
+        "plan": planned - profiled,
+        "race": ended - planned,
+        "all": ended - started,
+        **ranks[0]["took_s"],
+    }
+    return row
+
+
+def _in_the_lab(lab: Lab, script: Sequence[str], pace: Pace) -> None:
+    done = lab.run(script, fast_start=True, timeout_s=300 + pace.measure_s * 4 + pace.most_s * 3)
+    for one in done:
+        if one.returncode:
+            raise SystemExit(f"{one.host}: {' '.join(script)}\n{one.stdout[-2000:]}\n{one.stderr[-6000:]}")
+
+
+def plans_for(
+    subject: Subject, who: Sequence[str], ablate: Sequence[str], cluster: Cluster, device: torch.device
+) -> Iterator[tuple[str, Plan]]:
+    """Ours first, always: what others are predicted to take is told by it."""
+    with subject.casting(device):
+        graph = capture(*subject.built(device))
+    book = derive_rules(graph)
+    yield OURS, plan_graph(graph, cluster, book=book)
+    if HAP in who:
+        yield HAP, plan_graph(graph, cluster, book=book, without=(HAP,))
+    for name in ablate:
+        yield f"no-{name}", plan_graph(graph, cluster, book=book, without=tuple(name.split("+")))
+
+
+def entries_for(
+    subject: Subject, plans: dict[str, Plan], who: Sequence[str], cluster: Cluster, folder: Path
+) -> Iterator[Entry]:
+    graph = plans[OURS].graph
+    sizes = [leaf.value.shape[0] for leaf in graph.leaves if leaf.kind == "input"]
+    batch, ranks = max(sizes), cluster.devices
+    speeds = [kind.flops(speed_dtype(graph)) for kind in cluster.kinds for _ in range(kind.devices)]
+    equal = rows_by([1.0] * ranks, batch)
+    for name in who:
+        if name in ("dp-ev", "dp-cp"):
+            yield Entry(name, "ddp", equal if name == "dp-ev" else rows_by(speeds, batch))
+        elif name == "fsdp2":
+            yield Entry(name, "fsdp2", equal)
+        elif name.startswith("deepspeed"):
+            yield Entry(name, "deepspeed", equal, stage=int(name.rpartition("-")[2]))
+        elif name == "alone":
+            fastest = max(range(ranks), key=lambda rank: speeds[rank])
+            yield Entry(name, "alone", tuple(batch if rank == fastest else 0 for rank in range(ranks)))
+    for number, (name, plan) in enumerate(plans.items()):
+        if (name != OURS or OURS in who) and not twin(name, plans):
+            path = folder / f"plan-{number}.json"
+            save_plan(plan, str(path))
+            yield Entry(name, "plan", plan=str(path))
+
+
+def twin(name: str, plans: dict[str, Plan]) -> str:
+    """The name of an earlier plan that does the very same; "" if there is none."""
+
+    def does(plan: Plan) -> tuple[object, ...]:
+        return plan.on.fingerprint, plan.program, plan.shares, plan.regather
+
+    for other, plan in plans.items():
+        if other == name:
+            return ""
+        if does(plan) == does(plans[name]):
+            return other
+    return ""
+
+
+def rows_by(weights: Sequence[float], batch: int) -> tuple[int, ...]:
+    """Rows in proportion, at least one each: a mean over no rows is not a number."""
+    rows = list(cut(batch, tuple(weight / sum(weights) for weight in weights)))
+    while min(rows) == 0 and batch >= len(rows):
+        rows[rows.index(0)] += 1
+        rows[rows.index(max(rows))] -= 1
+    return tuple(rows)
+
+
+# What is made of it
+
+
+def told_of(
+    subject: Subject, cluster: Cluster, plans: dict[str, Plan], entries: Sequence[Entry], ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    graph = plans[OURS].graph
+    predicted = {baseline.name: baseline for baseline in plans[OURS].baselines}
+    found: dict[str, Any] = {}
+    reference = _reference(ranks[0]["losses"])
+    for entry in entries:
+        name = entry.name
+        if name in ranks[0]["unavailable"]:
+            found[name] = {"unavailable": ranks[0]["unavailable"][name]}
+            continue
+        rounds = [max(taken) for taken in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
+        losses = ranks[0]["losses"][name]
+        row: dict[str, Any] = {
+            "rounds_s": rounds,
+            "measured_s": statistics.median(rounds),
+            "losses": losses,
+            "off": _off(losses, reference),
+            "same": _are_same(losses, reference, subject),
+        }
+        if entry.rows:
+            row["rows"] = list(entry.rows)
+        if name in plans:
+            row |= _told_plan(plans[name])
+            row["waited_s"] = [statistics.median(rank["waited"][name]) for rank in ranks]
+        elif name in PREDICTED_AS and predicted[PREDICTED_AS[name]].fits:
+            row["predicted_s"] = predicted[PREDICTED_AS[name]].step_s
+        if "predicted_s" in row:
+            row["error"] = row["predicted_s"] / row["measured_s"] - 1
+        found[name] = row
+    for name, plan in plans.items():
+        if (same_as := twin(name, plans)) in found:
+            found[name] = {"same_as": same_as, "predicted_s": plan.step_s}
+    return {
+        "spec": subject.spec,
+        "autocast": subject.autocast,
+        "parameters": sum(leaf.value.elements for leaf in graph.parameters),
+        "graph": graph.fingerprint,
+        "cluster": cluster.text(),
+        "devices": list(cluster.device_names),
+        "most_bytes": [rank["most_bytes"] for rank in ranks],
+        "contestants": found,
+    }
+
+
+def _reference(losses: dict[str, list[float]]) -> list[float]:
+    """Those of one device; if it did not take part, those of plain data parallelism, or whoever came first."""
+    return next((losses[name] for name in ("alone", "dp-ev") if name in losses), next(iter(losses.values())))
+
+
+def _off(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    return [abs(own - wanted) / abs(wanted) for own, wanted in zip(losses, reference, strict=False)]
+
+
+def _are_same(losses: Sequence[float], reference: Sequence[float], subject: Subject) -> bool:
+    off = _off(losses, reference)
+    if subject.autocast:
+        return bool(off) and max(off) <= SAME_UNDER_AUTOCAST
+    return bool(off) and off[0] <= SAME_AT_FIRST and max(off) <= SAME_LATER
+
+
+def _told_plan(plan: Plan) -> dict[str, Any]:
+    b = plan.breakdown
+    return {
+        "predicted_s": plan.step_s,
+        "devices": list(plan.devices),
+        "shares": {by or "work": list(plan.shares.of(by)) for by in ("", *(name for name, _ in plan.shares.named))},
+        "regather": plan.regather,
+        "memory_bytes": list(plan.memory_bytes),
+        "breakdown": {
+            part: getattr(b, f"{part}_s")
+            for part in ("compute", "optimizer", "blocking", "exposed", "waiting", "hidden")
+        },
+        "why": plan.search.why,
+        "notes": list(plan.notes),
+        "planning_s": plan.planning_s,
+        "timeline": compact(timeline_of(plan)),
+    }
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """The predicted step with all that happens in it."""
+    costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
+    schedule = lay_out(plan.program, costs, regather=plan.regather)
+    return run(schedule, costs.network, Scale(plan.on, plan.shares), events=True)
+
+
+def compact(timeline: Timeline) -> dict[str, list[list[float]]]:
+    """When every kind of device computes and when something is sent, in milliseconds; what adjoins is one."""
+    lanes: dict[str, list[list[float]]] = {NETWORK: []}
+    for event in timeline.events:
+        start, end = event.start_s * 1e3, event.end_s * 1e3
+        lane = lanes.setdefault(event.lane, [])
+        if lane and start - lane[-1][1] < 1e-3 and event.lane != NETWORK:
+            lane[-1][1] = end
+        elif end > start:
+            lane.append([start, end])
+    return {name: [[round(a, 3), round(b, 3)] for a, b in spans] for name, spans in lanes.items()}
+
+
+def said(lab: str, model: str, row: dict[str, Any]) -> str:
+    """A few lines to read."""
+    found = {name: one for name, one in row["contestants"].items() if "measured_s" in one}
+    slowest = found.get("dp-ev", {}).get("measured_s", 0.0)
+    took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in row["took_s"].items())
+    lines = [f"{lab} {model} ({row['parameters'] / 1e6:.1f} M parameters; seconds: {took})"]
+    for name, one in sorted(found.items(), key=lambda item: item[1]["measured_s"]):
+        error = f", predicted {one['predicted_s'] * 1e3:.0f} ms ({one['error']:+.0%})" if "error" in one else ""
+        wrong = "" if one["same"] else f"  LOSSES DIFFER by {max(one['off']):.1%}"
+        faster = f" {slowest / one['measured_s']:.2f}× dp-ev" if slowest else ""
+        uses = f", {len(one['devices'])} devices" if "devices" in one else ""
+        lines.append(f"  {name:<18}{one['measured_s'] * 1e3:7.0f} ms{faster}{error}{uses}{wrong}")
+    lines += [f"  {n:<18}the same plan as {c['same_as']}" for n, c in row["contestants"].items() if "same_as" in c]
+    lines += [f"  {n:<18}unavailable: {c['unavailable']}" for n, c in row["contestants"].items() if "unavailable" in c]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lab", choices=tuple(SPECS), default="lab-cpu")
+    parser.add_argument("--models", default="", help="which, with commas between; all unless given")
+    parser.add_argument("--contestants", default="", help=f"some of {', '.join(CONTESTANTS)}, with commas between")
+    parser.add_argument("--ablate", default="", help="additions, with commas between (several at once with +), or all")
+    parser.add_argument("--steps", type=int, default=1, help="in a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--measure", type=float, default=15.0, metavar="SECONDS")
+    parser.add_argument("--most", type=float, default=60.0, metavar="SECONDS", help="after which no round begins")
+    parser.add_argument("--quick", action="store_true", help="two tiny models, two rounds, nothing written")
+    parser.add_argument("-o", "--output", default="", help="another file in benchmarks/results")
+    parser.add_argument("--inside", nargs=2, metavar=("WHAT", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        what, folder = options.inside[0], Path(options.inside[1])
+        if what == "profile":
+            subject = Subject(**json.loads((folder / "subject.json").read_text()))
+            profile_rank(subject, options.measure, folder / "cluster.json")
+        else:
+            race_rank(read_race(folder / "race.json"), folder)
+        return
+    spec = SPECS[options.lab]
+    listed = QUICK if options.quick else ON_GPU if spec.kind == "gpu" else ON_CPU
+    wanted = options.models.split(",") if options.models else [subject.name for subject in listed]
+    ablate = ADDITIONS if options.ablate == "all" else tuple(filter(None, options.ablate.split(",")))
+    for name in ablate:
+        additions_named(name.split("+"))
+    some = ("dp-ev", HAP, OURS) if ablate else CONTESTANTS
+    who = tuple(options.contestants.split(",")) if options.contestants else some
+    pace = Pace(options.measure, 2, options.rounds, options.steps, options.most)
+    if options.quick:
+        pace = Pace(min(options.measure, 4.0), 1, 2, 1, 20.0)
+    kind = "ablation" if ablate else "proof"
+    path = record.RESULTS / (Path(options.output).name or f"{kind}-{spec.name}.json")
+    rows: dict[str, Any] = json.loads(path.read_text())["models"] if path.is_file() and not options.quick else {}
+    with build(spec) as lab:
+        for subject in listed:
+            if subject.name not in wanted:
+                continue
+            row = race_in(lab, subject, who, partial(plans_for, subject, who, ablate), pace)
+            print(said(spec.name, subject.name, row), flush=True)
+            rows[subject.name] = row
+            if not options.quick:
+                # After each model, so that what was measured stays whatever comes.
+                about = {"lab": spec.name, "what": spec.about, "hosts": [asdict(host) for host in spec.hosts]}
+                record.write(path.stem, {**about, "pace": asdict(pace), "models": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""What one sees, in sentences: a figure without one leaves the reader to guess what it is for.
+
+In: a `Plan`, its `Chart`, a `Run`. Out: sentences, plain text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from lopsided.chart import BLOCKED, COMPUTE, EXPOSED, HIDDEN, IDLE, WAITING, Block, Chart, Strip
+from lopsided.classics import STATE, batch_size
+from lopsided.listing import DeviceRow, bytes_text, device_rows, seconds_text, told_apart
+from lopsided.plan import Plan
+from lopsided.plantext import plural, rate_text
+
+_LEAST = 0.0005  # as part of a step: less is not worth a word
+_MOST_NAMED = 4
+
+
+def percent(part: float) -> str:
+    """
+    >>> percent(0.0558), percent(0.0), percent(0.00001), percent(0.736)
+    ('5.6 %', '0 %', '<0.1 %', '74 %')
+    """
+    if abs(part) < 1e-12:
+        return "0 %"
+    if abs(part) < _LEAST:
+        return "<0.1 %"
+    return f"{part * 100:.0f} %" if abs(part) >= 0.1 else f"{part * 100:.1f} %"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:,.2f} ×"
+
+
+def labels_of(rows: Sequence[DeviceRow]) -> list[str]:
+    names = told_apart([row.names for row in rows])
+    return [f"{name} ({len(row.names)})" if len(row.names) > 1 else name for name, row in zip(names, rows, strict=True)]
+
+
+def listed(parts: Sequence[str]) -> str:
+    """
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1]))) if parts else ""
+
+
+# The whole
+
+
+def lede(plan: Plan) -> Iterator[str]:
+    used, every = len(plan.devices), plan.cluster.devices
+    of = f"{used} of {every} devices" if used < every else f"{every} {plural('device', every)}"
+    batch = batch_size(plan.graph)
+    rate = f", {rate_text(batch / plan.step_s)} samples a second" if batch and plan.step_s else ""
+    yield f"One training step is predicted to take {seconds_text(plan.step_s)}{rate}, on {of}."
+    yield from against_classics(plan)
+
+
+def against_classics(plan: Plan) -> Iterator[str]:
+    best = plan.best_baseline
+    if best is None or not plan.step_s:
+        if plan.baselines:
+            yield "None of the classic strategies fits into the memory of these devices."
+        return
+    ratio = best.step_s / plan.step_s
+    if abs(ratio - 1) < 0.005:
+        yield f"The best classic that fits, {best.name}, takes as long: here it is hard to beat."
+    else:
+        yield f"That is {times(ratio)} as fast as the best classic strategy that fits, {best.name} ({best.about})."
+    equal = next((b for b in plan.baselines if b.name == "dp-ev" and b is not best and b.fits), None)
+    if equal is not None and equal.step_s > plan.step_s * 1.005:
+        yield f"Equal shares for all ({equal.name}) would take {equal.step_s / plan.step_s:,.2f} times as long."
+
+
+# The timeline
+
+
+def time_words(chart: Chart) -> Iterator[str]:
+    for strip in _telling(chart.strips):
+        yield _strip_words(strip, chart.step_s)
+    yield from _sent_words(chart)
+
+
+def _telling(strips: Sequence[Strip]) -> Sequence[Strip]:
+    """All of a few; of many, who computes most and who stands still most."""
+    if len(strips) <= _MOST_NAMED:
+        return strips
+    chosen = (max(strips, key=lambda s: s.seconds(COMPUTE)), min(strips, key=lambda s: s.seconds(COMPUTE)))
+    return [*dict.fromkeys(chosen)]
+
+
+def _strip_words(strip: Strip, step_s: float) -> str:
+    parts = [f"computes {percent(_part(strip.seconds(COMPUTE), step_s))} of the step"]
+    if (sends := _part(strip.seconds(BLOCKED, EXPOSED), step_s)) >= _LEAST:
+        parts.append(f"stands still {percent(sends)} of it while something is sent")
+    if (waits := _part(strip.seconds(WAITING), step_s)) >= _LEAST:
+        awaited: Counter[str] = Counter()
+        for block in strip.blocks:
+            if block.doing == WAITING and block.awaits:
+                awaited[block.awaits] += round(block.seconds * 1e12)
+        whom = f" for {awaited.most_common(1)[0][0]}" if awaited else ""
+        parts.append(f"waits {percent(waits)} of it{whom}")
+    if (idle := _part(strip.seconds(IDLE), step_s)) >= _LEAST:
+        parts.append(f"was recorded doing nothing for {percent(idle)} of it")
+    return f"{strip.label} {listed(parts)}."
+
+
+def _part(seconds: float, step_s: float) -> float:
+    return seconds / step_s if step_s else 0.0
+
+
+def _sent_words(chart: Chart) -> Iterator[str]:
+    blocking = [block for block in chart.network if block.doing == BLOCKED]
+    if blocking:
+        total = sum(block.seconds for block in blocking)
+        largest = _largest(blocking)
+        yield (
+            f"{seconds_text(total)} ({percent(_part(total, chart.step_s))}) go to sends that everyone takes part in "
+            f"and waits for, most of it {listed([f'{what} ({seconds_text(s)})' for what, s in largest])}."
+        )
+    hiding = sum(block.seconds for block in chart.network if block.doing == HIDDEN)
+    if hiding > 0:
+        exposed = chart.busiest.seconds(EXPOSED)
+        if exposed < _LEAST * chart.step_s:
+            yield f"{seconds_text(hiding)} of sending parameters and gradients hide behind computation."
+        else:
+            yield (
+                f"Of {seconds_text(hiding)} of sending parameters and gradients, {seconds_text(exposed)} do not hide "
+                f"behind computation on {chart.busiest.label}."
+            )
+    if not chart.network:
+        yield "Nothing is sent."
+
+
+def _largest(blocks: Sequence[Block]) -> list[tuple[str, float]]:
+    """The longest sends, forward and backward as one, alike ones of many layers as one."""
+    totals: Counter[str] = Counter()
+    for block in blocks:
+        name = block.what.removeprefix("∂").partition(" ")[0].rstrip(":")
+        totals[f"{block.collective} of {name}"] += round(block.seconds * 1e12)
+    return [(what, picoseconds / 1e12) for what, picoseconds in totals.most_common(2)]
+
+
+# Devices
+
+
+def share_words(plan: Plan) -> Iterator[str]:
+    rows = [row for row in device_rows(plan) if row.shares]
+    labels = dict(zip((row.names for row in rows), labels_of(rows), strict=True))
+    most = max(rows, key=lambda row: dict(row.shares)["work"])
+    least = min(rows, key=lambda row: dict(row.shares)["work"])
+    high, low = dict(most.shares)["work"], dict(least.shares)["work"]
+    if high - low < 0.0005:
+        yield "All devices that take part do the same share of the work."
+    elif low > 0:
+        yield f"A device of {labels[most.names]} does {high / low:.2g} times the work of one of {labels[least.names]}."
+    else:
+        yield f"A device of {labels[most.names]} does {percent(high)} of the work, one of {labels[least.names]} none."
+    if any(name == STATE for name, _ in plan.shares.named):
+        yield "What is stored is cut by shares of its own: who computes less can still hold as much."
+    idle = [row for row in device_rows(plan) if not row.shares]
+    if idle:
+        left_out = listed(labels_of(idle))
+        yield f"Left out: {left_out}. No plan with them was found to be faster."
+
+
+def memory_words(plan: Plan) -> str:
+    rows = [row for row in device_rows(plan) if row.shares and row.limit_bytes]
+    labels = labels_of(rows)
+    part, label, row = max(
+        ((row.memory_bytes / row.limit_bytes, label, row) for label, row in zip(labels, rows, strict=True)),
+        key=lambda each: each[0],
+    )
+    held, limit = bytes_text(row.memory_bytes), bytes_text(row.limit_bytes)
+    return f"Fullest is {label}: {held} of {limit}, {percent(part)}."
+
+
+def worth_words(plan: Plan) -> Iterator[str]:
+    rows = [row for row in device_rows(plan) if row.without_s is not None]
+    labels = labels_of(rows)
+    pairs = [(label, row.without_s or 0.0) for label, row in zip(labels, rows, strict=True)]
+    if needed := [label for label, without_s in pairs if not math.isfinite(without_s)]:
+        yield f"Without {listed(needed)} nothing fits into memory."
+    known = [(label, without_s / plan.step_s - 1) for label, without_s in pairs if math.isfinite(without_s)]
+    if not known or not plan.step_s:
+        return
+    label, most = max(known, key=lambda pair: pair[1])
+    if most >= _LEAST:
+        yield f"Taking one {label} away would cost most: {_longer(most)}."
+    idle = [label for label, more in known if abs(more) < _LEAST]
+    if idle:
+        yield f"One fewer of {listed(idle)} would make no difference."
+
+
+def _longer(more: float) -> str:
+    return (
+        f"the step would take {more + 1:,.1f} times as long"
+        if more >= 1
+        else f"the step would take {percent(more)} longer"
+    )

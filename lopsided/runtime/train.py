@@ -1,0 +1,93 @@
+"""A model by name, trained for some steps on its example batch: what `lopsided train` runs in every process.
+
+In: the name of a model, a plan (or a cluster, or neither), how many steps. Out: `Trained`: losses, and the recorded run
+where one was wanted. For trying and measuring; a training of one's own is a loop around `parallelize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lopsided.cluster import Cluster
+from lopsided.errors import InputError
+from lopsided.models import load
+from lopsided.plan import Plan
+from lopsided.record import Run
+from lopsided.runtime.parallel import parallelize
+from lopsided.runtime.recorder import RECORDED, SKIPPED, TIMED
+
+MADE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+"""The optimizers of a plan that torch has."""
+
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it. `run` is there in the first process only."""
+
+    plan: Plan
+    losses: tuple[float, ...]
+    run: Run | None
+
+
+def train(
+    model: str,
+    *,
+    plan: Plan | str | Path | None = None,
+    cluster: Cluster | str | Path | None = None,
+    batch: int | None = None,
+    optimizer: str = "adamw",
+    lr: float = 1e-3,
+    steps: int = SKIPPED + TIMED + RECORDED,
+    report: str | Path | None = None,
+    record: bool = False,
+    measure_s: float = 20.0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Trained:
+    """Train for so many steps; with `report` (a file) or `record`, time and record the last of them.
+
+    Every process calls this. The batch is the model's example, whole and the same everywhere and in every step.
+    """
+    if optimizer not in MADE:
+        raise InputError(f"torch has no optimizer for {optimizer!r}", do=f"choose from {', '.join(MADE)}")
+    torch.manual_seed(_SEED)
+    module, data = load(model, batch=batch)
+    pm = parallelize(
+        module, data, plan, cluster=cluster, optimizer=optimizer, measure_s=measure_s, seed=_SEED, progress=progress
+    )
+    update = MADE[optimizer](pm.parameters(), lr=lr)
+    recording = None
+    if report is not None or record:
+        recording = pm.record(report, model=model, **_windows(steps))
+    losses = []
+    whole = {name: part.to(pm.world.device) if isinstance(part, Tensor) else part for name, part in data.items()}
+    for step in range(steps):
+        progress(f"step {step + 1} of {steps}")
+        loss = pm(**whole)
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        losses.append(loss.detach())
+    return Trained(pm.plan, tuple(float(loss) for loss in losses), recording.run if recording is not None else None)
+
+
+def _windows(steps: int) -> dict[str, int]:
+    """How many steps are skipped, timed and recorded."""
+    if steps < 3:
+        raise InputError(f"{steps} steps are too few to time and record", do="train for 3 steps or more")
+    recorded = max(min(RECORDED, steps // 4), 1)
+    skipped = max(min(SKIPPED, steps // 4), 1)
+    return {"skipped": skipped, "timed": steps - skipped - recorded, "recorded": recorded}
