@@ -142,7 +142,7 @@ def _fsdp(subject: Subject, entry: Entry, device: torch.device) -> Contestant:
     from torch.distributed.fsdp import fully_shard
 
     model, batch = subject.built(device)
-    mesh = DeviceMesh.from_group(_gloo(device) or dist.group.WORLD, device.type)
+    mesh = DeviceMesh.from_group(_gloo(device), device.type)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -266,7 +266,7 @@ _groups: dict[str, Any] = {}
 def _gloo(device: torch.device) -> Any:
     """Processes that share one GPU talk over gloo; on CPUs that is what there is anyway."""
     if device.type != "cuda":
-        return None
+        return dist.group.WORLD
     if "gloo" not in _groups:
         _groups["gloo"] = dist.new_group(backend="gloo")
     return _groups["gloo"]

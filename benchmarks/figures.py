@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -74,7 +74,7 @@ class Cell:
         if name not in self.counted or than not in self.counted:
             return math.nan
         pairs = zip(self.counted[than]["rounds_s"], self.counted[name]["rounds_s"], strict=False)
-        return statistics.median(theirs / own for theirs, own in pairs)
+        return float(statistics.median(theirs / own for theirs, own in pairs))
 
     @property
     def margin(self) -> float:
@@ -182,40 +182,56 @@ def speedups(cells: Sequence[Cell]) -> str:
     rows = math.ceil(len(labs) / columns)
     drawing = Drawing(columns * panel_w + 10, top + rows * panel_h, "Speed-up over data parallelism with equal shares")
     drawing.text(14, 22, "Times as fast as DDP with equal shares", "ink bold")
-    drawing.legend(14, 44, [("ours", "Lopsided"), ("hap", "HAP's method"), ("base", "best of DDP, FSDP2, DeepSpeed")])
-    for number, lab in enumerate(labs):
+    drawing.legend(14, 44, [("base", "best of DDP, FSDP2, DeepSpeed"), ("hap", "HAP's method"), ("ours", "Lopsided")])
+    panels = [(lab, [(c.model, _bars(c)) for c in cells if c.lab == lab]) for lab in labs]
+    if len(labs) > 1 and len(labs) % columns:
+        panels.append(("geometric means", [(lab, _mean_bars([c for c in cells if c.lab == lab])) for lab in labs]))
+    for number, (title, groups) in enumerate(panels):
         x0, y0 = (number % columns) * panel_w, top + (number // columns) * panel_h
-        _panel(drawing, lab, [cell for cell in cells if cell.lab == lab], x0, y0, panel_w, panel_h)
+        _panel(drawing, title, groups, x0, y0, panel_w, panel_h)
     return drawing.svg()
 
 
+Bars = dict[str, float]
+
+
 def _panel(
-    drawing: Drawing, lab: str, cells: Sequence[Cell], x0: float, y0: float, width: float, height: float
+    drawing: Drawing,
+    title: str,
+    groups: Sequence[tuple[str, Bars]],
+    x0: float,
+    y0: float,
+    width: float,
+    height: float,
 ) -> None:
     left, right, upper, lower = x0 + 40, x0 + width - 8, y0 + 26, y0 + height - 30
-    tallest = max((v for c in cells for v in _bars(c).values() if math.isfinite(v)), default=1.0)
+    tallest = max((value for _, bars in groups for value in bars.values() if math.isfinite(value)), default=1.0)
     ticks = _ticks(max(tallest * 1.08, 1.2))
     scale = (lower - upper) / ticks[-1]
-    drawing.text(left - 26, y0 + 12, lab, "ink bold")
+    drawing.text(left - 26, y0 + 12, title, "ink bold")
     for tick in ticks:
         drawing.line(left, lower - tick * scale, right, lower - tick * scale)
         drawing.text(left - 6, lower - tick * scale + 4, f"{tick:g}×", "dim small", "end")
-    each = (right - left) / max(len(cells), 1)
+    each = (right - left) / max(len(groups), 1)
     bar = min(each / 4, 17.0)
-    for k, cell in enumerate(cells):
+    for k, (name, bars) in enumerate(groups):
         middle = left + (k + 0.5) * each
-        for place, (look, value) in enumerate(_bars(cell).items()):
+        for place, (look, value) in enumerate(bars.items()):
             if math.isfinite(value):
                 x = middle + (place - 1.5) * bar
-                told = f"{cell.model} on {lab}: {value:.2f}×"
-                drawing.rect(x, lower - value * scale, bar - 1.5, value * scale, look, told)
+                drawing.rect(x, lower - value * scale, bar - 1.5, value * scale, look, f"{name}, {title}: {value:.2f}×")
                 if look == "ours":
                     drawing.text(x + bar / 2 - 1, lower - value * scale - 4, f"{value:.2f}", "ink small", "middle")
-        drawing.text(middle, lower + 16, cell.model, "ink small", "middle")
+        drawing.text(middle, lower + 16, name, "ink small", "middle")
     drawing.line(left, lower - scale, right, lower - scale, "line", "4 3")
 
 
-def _bars(cell: Cell) -> dict[str, float]:
+def _mean_bars(cells: Sequence[Cell]) -> Bars:
+    every = [_bars(cell) for cell in cells]
+    return {look: _mean(bars[look] for bars in every) for look in ("base", "hap", "ours")}
+
+
+def _bars(cell: Cell) -> Bars:
     best = cell.faster(cell.best_baseline) if cell.best_baseline else math.nan
     return {"base": best, "hap": cell.faster(HAP), "ours": cell.faster(OURS)}
 
@@ -273,13 +289,13 @@ def predictions(cells: Sequence[Cell], programs: Sequence[Row]) -> str:
                 look = "ours" if name == OURS else "base"
                 told = f"{NAMES.get(name, name)}, {cell.model} on {cell.lab}"
                 points.append((look, one["predicted_s"], one["measured_s"], told))
-    for told in programs:
-        for name, one in told["row"]["contestants"].items():
-            if "predicted_s" in one and one["same"]:
-                points.append(("hap", one["predicted_s"], one["measured_s"], f"{name}: {told['model']}, {told['lab']}"))
+    for many in programs:
+        for name, one in many["row"]["contestants"].items():
+            if "error" in one and one["same"]:
+                points.append(("hap", one["predicted_s"], one["measured_s"], f"{name}: {many['model']}, {many['lab']}"))
     size, left, top = 420.0, 66.0, 66.0
     drawing = Drawing(left + size + 20, top + size + 50, "Predicted against measured seconds of a step")
-    drawing.text(14, 22, "A step: predicted against measured", "ink bold")
+    drawing.text(14, 22, f"A step: predicted against measured (shaded: within {GOAL_WORST:.0%})", "ink bold")
     legend = [("ours", "our plans"), ("base", "other plans and baselines")]
     drawing.legend(14, 44, [*legend, ("hap", "programs of one model")] if programs else legend)
     every = [value for _, predicted, measured, _ in points for value in (predicted, measured)] or [0.1, 1.0]
@@ -332,7 +348,7 @@ def timeline(cell: Cell) -> str:
     drawing.legend(14, 44, [("ours", "computes"), ("send", "sends"), ("base", "measured step ends")])
 
     def place(ms: float) -> float:
-        return left + ms / end * (right - left)
+        return float(left + ms / end * (right - left))
 
     bottom = top + each * len(lanes)
     for tick in _ticks(end, 6):
@@ -448,7 +464,7 @@ def errors_table(cells: Sequence[Cell]) -> Iterator[str]:
     yield "\n## Predicted against measured\n"
     yield "![predicted against measured](figures/predicted.svg)\n"
     yield "| of | steps | mean error | worst error |\n|---|---|---|---|"
-    groups = {
+    groups: dict[str, Callable[[str], bool]] = {
         "our plans": lambda name: name == OURS,
         "HAP and plans without an addition": lambda name: name == HAP or name.startswith("no-"),
         "DDP, equal shares": lambda name: name == "dp-ev",

@@ -4,8 +4,9 @@ python benchmarks/lab.py lab-cpu -- SCRIPT.py ARGS...     run a script with torc
 python benchmarks/lab.py lab-cpu --check                  measure the hosts and links against what was asked for
 python benchmarks/lab.py --list | --clean                 what there is; remove what a killed run left behind
 
-In: a `LabSpec`. Out: `build(spec)`, a context that gives a `Lab`; `lab.run([script, ...])` runs it on every host with
-plain torchrun and gloo, exactly as one would type it on so many machines, and returns what each host printed.
+In: a `LabSpec` (`lab_spec.py`). Out: `build(spec)`, a context that gives a `Lab`; `lab.run([script, ...])` runs it on
+every host with plain torchrun and gloo, exactly as one would type it on so many machines, and returns what each host
+printed.
 
     as root       a host is a network namespace on a bridge, its link shaped by `tc`, its processor share a quota of its
                   control group, its cores a mask, its name a UTS namespace
@@ -35,25 +36,47 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lab_cgroup
+from lab_spec import (
+    NETNS,
+    SPECS,
+    Host,
+    LabSpec,
+    Seat,
+    affinity_seats,
+    cores_for,
+    delayed,
+    environment,
+    gpu_seats,
+    host_seats,
+    hosts_file,
+    mps_environment,
+    network,
+    torchrun,
+)
+
+__all__ = [
+    "SPECS",
+    "Completed",
+    "Host",
+    "Lab",
+    "LabError",
+    "LabSpec",
+    "LabWarning",
+    "build",
+    "clean",
+    "cores_for",
+    "start_line",
+]
 
 HERE = Path(__file__).parent
 NAME = re.compile(r"lps-([0-9a-f]+)-([0-9a-f]+)-([0-9]+)")
 """What everything of a lab is called: process, when it started (clock ticks since boot), and how many labs it made."""
-NETNS = Path("/var/run/netns")
-SUBNET = "10.77.0"
-"""Of a network that only the hosts are on: it has no way out, so it cannot collide with one the machine is on."""
-MTU = 9000
-"""Large frames, so that the kernel's work per frame, which no host pays for, stays small beside what the hosts do."""
-BURST_S, LEAST_BURST_BYTES = 0.00026, 20 * 1024
-"""What may pass at once: enough for the timer to keep up the rate (two frames at least), too little to hide it."""
-QUEUE_BYTES = 16 * 2**20
-"""More than the windows of all senders to one host, so that nothing is lost: a retransmission takes 200 ms."""
 PERIOD_US = 20_000
 PORT = 29_500
 GRACE_S = 10.0
@@ -62,71 +85,11 @@ DOOR = "LOPSIDED_LAB_DOOR"
 
 
 class LabError(RuntimeError):
-    """A lab that cannot be built, or a command that cannot be run in it. (The lab itself needs neither torch nor us.)"""
+    """A lab that cannot be built, or a command that cannot be run in it. (Building one needs neither torch nor us.)"""
 
 
 class LabWarning(UserWarning):
     """The lab is not all that was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """One machine of the lab."""
-
-    name: str
-    cpu: float = 1.0  # cores: 0.25 is a quarter of one
-    mbit: float = 1000.0  # of its link, either way
-    delay_ms: float = 0.0  # of its link, each way
-    behind: str = ""  # the switch it hangs on
-    gpu_percent: int = 0  # of the multiprocessors of the one GPU
-
-
-@dataclass(frozen=True, slots=True)
-class LabSpec:
-    """A cluster as it should be. Every further switch is joined to the first by a trunk of its own."""
-
-    name: str
-    about: str
-    hosts: tuple[Host, ...]
-    kind: str = "cpu"
-    trunk_mbit: float = 1000.0
-    trunk_delay_ms: float = 0.0
-
-    @property
-    def switches(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(host.behind for host in self.hosts))
-
-
-SPECS = {
-    spec.name: spec
-    for spec in (
-        LabSpec(
-            "lab-cpu",
-            "four hosts with 100, 50, 25 and 25 % of a core, 1 Gbit/s",
-            (Host("a", 1.0), Host("b", 0.5), Host("c", 0.25), Host("d", 0.25)),
-        ),
-        LabSpec(
-            "lab-cpu-2link",
-            "two hosts with 100 and 50 % of a core at 1 Gbit/s, two with 25 % behind a trunk of 200 Mbit/s and 1 ms",
-            (Host("a", 1.0), Host("b", 0.5), Host("c", 0.25, behind="far"), Host("d", 0.25, behind="far")),
-            trunk_mbit=200.0,
-            trunk_delay_ms=1.0,
-        ),
-        LabSpec("lab-even", "four hosts with 50 % of a core, 1 Gbit/s", tuple(Host(name, 0.5) for name in "abcd")),
-        LabSpec(
-            "lab-gpu",
-            "four processes with 50, 25, 12 and 12 % of one GPU",
-            tuple(Host(name, gpu_percent=part) for name, part in zip("abcd", (50, 25, 12, 12), strict=True)),
-            kind="gpu",
-        ),
-        LabSpec(
-            "lab-gpu-2",
-            "two processes with 70 and 30 % of one GPU",
-            (Host("a", gpu_percent=70), Host("b", gpu_percent=30)),
-            kind="gpu",
-        ),
-    )
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +102,6 @@ class Completed:
     stderr: str
     seconds: float
     timed_out: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Where the processes of one host run: "-" for what they share with the machine."""
-
-    host: Host
-    address: str = "127.0.0.1"
-    interface: str = "lo"
-    netns: str = "-"
-    cgroup: str = "-"
-    hostname: str = "-"
-    hosts_file: str = "-"
-    cores: tuple[int, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
 
 
 # How a lab is called, and whose it is
@@ -170,102 +118,11 @@ def is_in_use(name: str) -> bool:
 
 
 def _started(pid: int) -> int:
-    """When a process started, in clock ticks since boot; -1 if there is none. The name in brackets may hold anything."""
+    """When a process started, in clock ticks since boot; -1 if there is none. The name in brackets is anything."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return -1
-
-
-# What is done to the machine, as lists of words
-
-
-def cores_for(hosts: Sequence[Host], cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The largest host first, each on the core with the most left; hosts of several cores get several."""
-    left = dict.fromkeys(cores, 1.0)
-    given: dict[int, tuple[int, ...]] = {}
-    for at in sorted(range(len(hosts)), key=lambda at: -hosts[at].cpu):
-        wanted = max(1, -(-int(hosts[at].cpu * 1000) // 1000))
-        best = sorted(left, key=lambda core: -left[core])[:wanted]
-        for core in best:
-            left[core] -= hosts[at].cpu / len(best)
-        given[at] = tuple(sorted(best))
-    return tuple(given[at] for at in range(len(hosts)))
-
-
-def shape(netns: str, device: str, mbit: float, delay_ms: float) -> list[list[str]]:
-    """What leaves `device` at `mbit`, and, where the kernel can, `delay_ms` later."""
-    words = ["tc", "-n", netns, "qdisc", "add", "dev", device]
-    rate = [*words, "root", "handle", "1:", "tbf", "rate", f"{round(mbit * 1000)}kbit"]
-    burst = max(LEAST_BURST_BYTES, round(mbit * 1e6 / 8 * BURST_S))
-    rate += ["burst", str(burst), "limit", str(QUEUE_BYTES)]
-    if not delay_ms:
-        return [rate]
-    delay = [*words, "parent", "1:1", "handle", "10:", "netem", "delay", f"{delay_ms:g}ms", "limit", "100000"]
-    return [rate, delay]
-
-
-def delayed(spec: LabSpec) -> dict[str, float]:
-    """The cables that take their time, and how many milliseconds."""
-    trunks = {f"t{number}": spec.trunk_delay_ms for number in range(1, len(spec.switches))}
-    return {name: ms for name, ms in (trunks | {f"h{k}": h.delay_ms for k, h in enumerate(spec.hosts)}).items() if ms}
-
-
-def network(spec: LabSpec, name: str, *, netem: bool) -> list[list[str]]:
-    """The commands that build the network of a lab; without netem, delayed cables are left to `lab_delay.py`."""
-    switch = f"{name}-switch"
-    commands: list[list[str]] = []
-    for number in range(len(spec.switches)):
-        commands.append(["ip", "-n", switch, "link", "add", f"s{number}", "type", "bridge"])
-        commands.append(["ip", "-n", switch, "link", "set", f"s{number}", "addrgenmode", "none", "up"])
-
-    def cable(near: str, bridge: int, far: str, far_netns: str, mbit: float, delay_ms: float) -> None:
-        mtu = ["mtu", str(MTU)]
-        if netem or not delay_ms:
-            ends = ["type", "veth", "peer", "name", far, *mtu, "netns", far_netns]
-            commands.append(["ip", "-n", switch, "link", "add", near, *mtu, *ends])
-        else:  # the two ends are there, made by the relay, both among the switches
-            commands.append(["ip", "-n", switch, "link", "set", near, *mtu])
-            commands.append(["ip", "-n", switch, "link", "set", f"{near}-", "name", far, *mtu, "netns", far_netns])
-        commands.append(["ip", "-n", switch, "link", "set", near, "master", f"s{bridge}", "addrgenmode", "none", "up"])
-        for netns, device in ((switch, near), (far_netns, far)):
-            commands.extend(shape(netns, device, mbit, delay_ms if netem else 0.0))
-
-    for number in range(1, len(spec.switches)):
-        far = f"t{number}far"
-        cable(f"t{number}", 0, far, switch, spec.trunk_mbit, spec.trunk_delay_ms)
-        commands.append(["ip", "-n", switch, "link", "set", far, "master", f"s{number}", "addrgenmode", "none", "up"])
-    for rank, host in enumerate(spec.hosts):
-        netns = f"{name}-{host.name}"
-        cable(f"h{rank}", spec.switches.index(host.behind), "eth0", netns, host.mbit, host.delay_ms)
-        commands.append(["ip", "-n", netns, "link", "set", "lo", "up"])
-        commands.append(["ip", "-n", netns, "address", "add", f"{SUBNET}.{rank + 1}/24", "dev", "eth0"])
-        commands.append(["ip", "-n", netns, "link", "set", "eth0", "addrgenmode", "none", "up"])
-    return commands
-
-
-def torchrun(seats: Sequence[Seat], rank: int, port: int, script: Sequence[str]) -> list[str]:
-    """What a user types on machine `rank`."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(seats)), "--node-rank", str(rank)]
-    words += ["--nproc-per-node", "1", "--master-addr", seats[0].address, "--master-port", str(port)]
-    return [*words, "--local-addr", seats[rank].address, *script]
-
-
-def environment(seat: Seat) -> dict[str, str]:
-    """What every process on a host finds in its environment."""
-    sockets = {"GLOO_SOCKET_IFNAME": seat.interface, "TP_SOCKET_IFNAME": seat.interface}
-    return {**sockets, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **seat.env}
-
-
-def hosts_file(seats: Sequence[Seat]) -> str:
-    """Torch looks its peers up by the address as IPv6 writes it."""
-    lines = [f"{prefix}{seat.address} {seat.hostname}" for seat in seats for prefix in ("", "::ffff:")]
-    return "\n".join(["127.0.0.1 localhost", "::1 localhost", *lines]) + "\n"
-
-
-def mps_environment(folder: Path) -> dict[str, str]:
-    """A multi-process service of our own, beside any other."""
-    return {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log")}
 
 
 # The lab
@@ -306,18 +163,29 @@ class Lab:
         fast_start: bool = False,
         on_line: Callable[[str, str], None] | None = None,
     ) -> list[Completed]:
-        """Run a command of its own on each host, all at once. When one fails, the others have ten seconds left."""
+        """Run a command of its own on each host, all at once. When one fails, the others have ten seconds left.
+
+        `on_line(host, line)` is told what is said as it comes, one line after the other.
+        """
         if len(commands) != len(self.seats):
             raise LabError(f"{len(commands)} commands for {len(self.seats)} hosts: give one per host")
         door = Path(tempfile.mkdtemp(prefix="door-", dir=self.folder))
         self._speed(full=fast_start)
         jobs: list[_Job] = []
+        one_at_a_time = threading.Lock()
+
+        def tell(host: str, line: str) -> None:
+            if on_line is not None:
+                with one_at_a_time:
+                    on_line(host, line)
+
         deadline = time.monotonic() + timeout_s
         try:
             for seat, command in zip(self.seats, commands, strict=True):
                 own = {**os.environ, **environment(seat), **(env or {})}
                 own |= {DOOR: str(door)} if fast_start else {}
-                jobs.append(_Job(seat, command, own, pinned=not fast_start, on_line=on_line))
+                pinned = seat.cgroup == "-" or not fast_start
+                jobs.append(_Job(seat, command, own, pinned=pinned, tell=tell))
             while any(job.running for job in jobs) and time.monotonic() < deadline:
                 if fast_start and len(list(door.glob("rank-*"))) == len(jobs):
                     self._speed(full=False)
@@ -355,7 +223,7 @@ class _Job:
         env: Mapping[str, str],
         *,
         pinned: bool,
-        on_line: Callable[[str, str], None] | None,
+        tell: Callable[[str, str], None],
     ) -> None:
         self.seat = seat
         cores = ",".join(map(str, seat.cores)) if pinned and seat.cores else "-"
@@ -373,18 +241,17 @@ class _Job:
         )
         self._said: tuple[list[str], list[str]] = ([], [])
         self._readers = [
-            threading.Thread(target=self._read, args=(pipe, said, on_line), daemon=True)
+            threading.Thread(target=self._read, args=(pipe, said, tell), daemon=True)
             for pipe, said in zip((self._process.stdout, self._process.stderr), self._said, strict=True)
         ]
         for reader in self._readers:
             reader.start()
         self._done: Completed | None = None
 
-    def _read(self, pipe: Iterator[str], said: list[str], on_line: Callable[[str, str], None] | None) -> None:
+    def _read(self, pipe: Iterator[str], said: list[str], tell: Callable[[str, str], None]) -> None:
         for line in pipe:
             said.append(line)
-            if on_line is not None:
-                on_line(self.seat.host.name, line.rstrip("\n"))
+            tell(self.seat.host.name, line.rstrip("\n"))
 
     @property
     def running(self) -> bool:
@@ -419,7 +286,7 @@ class _Job:
 
 
 def start_line(rank: int) -> None:
-    """Called by a script that was started with `fast_start`: returns once all have come, and hosts have their speeds."""
+    """For scripts that were started with `fast_start`: returns once all have come, and hosts have their speeds."""
     if DOOR in os.environ:
         door = Path(os.environ[DOOR])
         (door / f"rank-{rank}").touch()
@@ -458,34 +325,6 @@ def build(spec: LabSpec, *, pin: bool = True) -> Iterator[Lab]:
             (folder / "hosts").write_text(hosts_file(seats))
             _plug_in(spec, name)
         yield Lab(spec, name, seats, folder)
-
-
-def gpu_seats(spec: LabSpec, folder: Path) -> tuple[Seat, ...]:
-    part = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-    shared = {**mps_environment(folder), "LOPSIDED_DEVICE": "cuda:0"}
-    return tuple(Seat(host, env={**shared, part: str(host.gpu_percent)}) for host in spec.hosts)
-
-
-def affinity_seats(spec: LabSpec, cores: Sequence[int]) -> tuple[Seat, ...]:
-    return tuple(Seat(host, cores=own) for host, own in zip(spec.hosts, cores_for(spec.hosts, cores), strict=True))
-
-
-def host_seats(spec: LabSpec, name: str, folder: Path, cores: Sequence[int]) -> tuple[Seat, ...]:
-    root, _ = lab_cgroup.root()
-    pinned = cores_for(spec.hosts, cores) if cores else [()] * len(spec.hosts)
-    return tuple(
-        Seat(
-            host,
-            address=f"{SUBNET}.{rank + 1}",
-            interface="eth0",
-            netns=str(NETNS / f"{name}-{host.name}"),
-            cgroup=f"{root}/{name}/{host.name}",
-            hostname=f"{spec.name}-{host.name}",
-            hosts_file=str(folder / "hosts"),
-            cores=pinned[rank],
-        )
-        for rank, host in enumerate(spec.hosts)
-    )
 
 
 def _obstacle(name: str) -> str:

@@ -1,7 +1,7 @@
 """A cable that takes its time, for kernels without netem. Started by lab.py, as root.
 
-In: a network namespace, cables with their delays. Out: for a cable `t1` the two devices `t1` and `t1-` in that namespace;
-what leaves one comes out of the other so much later, in order, and nothing is lost. `ready` is printed when they are
+In: a network namespace, cables with their delays. Out: for a cable `t1` the devices `t1` and `t1-` in that namespace.
+What leaves one comes out of the other so much later, in order, and nothing is lost. `ready` is printed when they are
 there. The one idea: frames pass through this process whole and unread, with what the kernel has yet to do to them
 (checksums, segments), so that a frame costs two system calls however large it is.
 

@@ -1,8 +1,8 @@
 """Becomes a process on a host of the lab. Started by lab.py, as root, with nothing but the standard library.
 
-In: a control group, a network namespace, a name, a hosts file, cores, a command. Out: nothing; the process turns into the command.
-The one idea: everything that makes a host is entered by the process itself before the command starts, so nothing of the
-command, not even its start, is seen or run elsewhere.
+In: a control group, a network namespace, a name, a hosts file, cores, a command. Out: nothing; the process turns into
+the command. The one idea: everything that makes a host is entered by the process itself before the command starts, so
+nothing of the command, not even its start, is seen or run elsewhere.
 
 python lab_host.py CGROUP NETNS HOSTNAME HOSTS_FILE CORES -- COMMAND...        ("-" leaves one of them as it is)
 """
@@ -42,13 +42,13 @@ def die_with_the_parent() -> None:
 
 
 def read_hosts_from(path: str) -> None:
-    """Give this process an /etc/hosts of its own; the machine's stays as it is. Who cannot look up a peer waits for it."""
+    """Give this process an /etc/hosts of its own; the machine's stays as it is. A name that is not there takes time."""
     _checked(_libc.unshare(CLONE_NEWNS), "mounts of its own")
     _checked(_libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mounts that are not shared")
     _checked(_libc.mount(path.encode(), b"/etc/hosts", None, MS_BIND, None), "a hosts file of its own")
 
 
-def become(cgroup: str, netns: str, hostname: str, hosts: str, cores: str, command: list[str]) -> None:
+def become(cgroup: str, netns: str, hostname: str, hosts: str, cores: str, *, command: list[str]) -> None:
     die_with_the_parent()
     if cgroup != "-":
         (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
@@ -61,11 +61,14 @@ def become(cgroup: str, netns: str, hostname: str, hosts: str, cores: str, comma
         read_hosts_from(hosts)
     if cores != "-":
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+    if (cgroup, cores) != ("-", "-"):
+        # Whoever wakes up does not push aside who runs. Gloo's thread would: it is woken by data that nobody has asked
+        # for yet, and then polls, on the one core, until the thread it pushed aside may run and ask.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.execvp(command[0], command)
 
 
 if __name__ == "__main__":
-    *place, dashes = sys.argv[1:7]
-    if len(place) != 5 or dashes != "--" or len(sys.argv) < 8:
+    if len(sys.argv) < 8 or sys.argv[6] != "--":
         raise SystemExit(__doc__)
-    become(*place, command=sys.argv[7:])
+    become(*sys.argv[1:6], command=sys.argv[7:])

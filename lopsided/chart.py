@@ -3,7 +3,7 @@
 In: a `Plan`, or a `Run` of one. Out: `Chart`: a `Strip` for each kind of device (measured: for each device), of
 `Block`s that follow each other without a gap, and what the network does meanwhile.
 
-    compute    an op of the model, or the optimizer's update of all parameters
+    compute    an op of the model, what sending takes from it, or the optimizer's update of all parameters
     blocked    something is sent, and all devices take part and wait for it
     exposed    something is sent that should have hidden behind computation
     waiting    for another device, which `awaits` names
@@ -122,17 +122,27 @@ def predicted_chart(plan: Plan) -> Chart:
 
 def _modules(plan: Plan) -> dict[str, str]:
     """For each node and value, the module it belongs to; for a parameter, its name in the model."""
-    found = {leaf.value.name: leaf.target for leaf in plan.graph.leaves}
+    found = {name: leaf.target for leaf in plan.graph.leaves for name in (leaf.value.name, leaf.target)}
     for node in plan.graph.nodes:
         found[node.name] = node.source.module
         found.update((value.name, node.source.module) for value in node.results)
     return found
 
 
+def subject_of(what: str) -> str:
+    """The first name of what is computed or sent.
+
+    >>> [subject_of(w) for w in ("∂linear_3", "∂add S0→R", "loss: all_reduce", "up_weight I→R, up_bias I→R and 7 more")]
+    ['linear_3', 'add', 'loss', 'up_weight']
+    >>> subject_of("gradient of norm.bias and 51 more"), subject_of("%loss P→I")
+    ('norm.bias', 'loss')
+    """
+    first = what.removeprefix("drag of ").removeprefix("gradient of ").partition(",")[0].partition(" ")[0]
+    return first.lstrip("∂%").rstrip(":")
+
+
 def _module_of(what: str, modules: Mapping[str, str]) -> str:
-    """Of what is computed or sent: `∂linear_3`, `linear: S0→R`, `up_weight, up_bias and 7 more`."""
-    name = what.removeprefix("∂").partition(",")[0].partition(" ")[0].rstrip(":").removeprefix("∂")
-    return modules.get(name, "")
+    return modules.get(subject_of(what), "")
 
 
 def _shown(what: str) -> str:
@@ -307,9 +317,8 @@ def _stood(span: Span, send: _Send, modules: Mapping[str, str], trained: Collect
 
 
 def _as_sent(span: Span, send: _Send, forward_s: float, modules: Mapping[str, str], trained: Collection[str]) -> Block:
-    names = [part.strip().removeprefix("∂").partition(" ")[0] for part in span.what.split(",")]
     return Block(
-        HIDDEN if names[0] in trained else BLOCKED,
+        HIDDEN if subject_of(span.what) in trained else BLOCKED,
         FORWARD if send.start_s < forward_s else BACKWARD,
         _shown(span.what),
         send.start_s,

@@ -126,7 +126,7 @@ def _tell(found: Measurement, model: str, output: str, as_json: bool) -> None:
     for line in measurement_lines(replace(found, cluster=cluster)):
         out.print(escape(line))
     if output:
-        out.print(escape(f"\nwritten to {output}: `lopsided plan {model or 'MODEL'} --cluster {output}` plans for it"))
+        out.print(escape(f"\nwritten to {output}"))
 
 
 def _named(cluster: Cluster, output: str) -> Cluster:

@@ -20,7 +20,7 @@ from lopsided.confront import fraction_of, median_by_node
 from lopsided.cost import Affine, Costs, optimizer_named, update_call
 from lopsided.devices import Kind, Link, Measured, Points
 from lopsided.record import NETWORK, OPTIMIZER, Run, Span
-from lopsided.schedule import Compute, Schedule, lay_out
+from lopsided.schedule import Schedule, lay_out
 from lopsided.work import call_text
 
 _MOST = 20.0
@@ -64,7 +64,7 @@ def learnt(run: Run) -> Fed:
     corrections: list[Correction] = []
     tables: dict[str, tuple[Measured, ...]] = {}
     for number, kind in enumerate(plan.on.kinds):
-        calls = [*_calls(run, schedule, number)]
+        calls = [*_calls(run, costs, schedule, number)]
         table, told = _table(kind, calls, plan.optimizer)
         tables[kind.likeness] = table
         corrections += told
@@ -96,44 +96,34 @@ class _Seen:
     is_cut: bool
     was_s: float
     is_s: float
+    times: int = 1
 
 
-def _calls(run: Run, schedule: Schedule, kind: int) -> Iterator[_Seen]:
+def _calls(run: Run, costs: Costs, schedule: Schedule, kind: int) -> Iterator[_Seen]:
     plan = run.plan
-    start, stop = plan.on.spans[kind]
-    extra = plan.on.kinds[kind].overhead_s
-    medians = [median_by_node(device) for device in run.devices[start:stop]]
-    nodes = {node.name: call_text(node, plan.graph.values) for node in plan.graph.nodes if node.operands}
-    items = [item for item in (*schedule.forward, *schedule.backward) if isinstance(item, Compute)]
+    devices = range(*plan.on.spans[kind])
+    medians = [median_by_node(run.devices[device]) for device in devices]
     found: dict[tuple[str, bool], list[_Seen]] = {}
-    for (name, backward), same in _by_name(items).items():
-        measured = [table.get(f"∂{name}" if backward else name) for table in medians]
-        seen = [seconds for seconds in measured if seconds]
-        if name not in nodes or len(seen) < len(medians):
+    for step in plan.program.steps:
+        if not step.node.operands:
             continue
-        # What lies around a call is not the call's.
-        around = extra * len(same)
-        line = replace(same[0].seconds[kind], constant=max(same[0].seconds[kind].constant - extra, 0.0))
-        predicted = statistics.fmean(
-            sum(item.seconds[kind].at(fraction_of(plan, item.cut, device)) for item in same) - around
-            for device in range(start, stop)
-        )
-        taken = max(statistics.fmean(seen) - around, 0.0)
-        one = _Seen(nodes[name], backward, line, same[0].cut is not None, predicted, taken)
-        found.setdefault((one.text, backward), []).append(one)
-    for same_text in found.values():
-        was, now = sum(one.was_s for one in same_text), sum(one.is_s for one in same_text)
-        yield replace(same_text[0], was_s=was, is_s=now)
+        text, cost = call_text(step.node, plan.graph.values), costs.op(step.node, step.rule)
+        for backward, priced, runs in ((False, cost.forward, cost.forwards), (True, cost.backward, 1)):
+            name = f"∂{step.node.name}" if backward else step.node.name
+            seen = [seconds for table in medians if (seconds := table.get(name))]
+            if len(seen) < len(medians):
+                continue
+            # What lies around a call is not the call's.
+            extra = plan.on.kinds[kind].overhead_s
+            line = replace(priced[kind], constant=max(priced[kind].constant - extra, 0.0))
+            predicted = statistics.fmean(runs * line.at(fraction_of(plan, cost.cut, device)) for device in devices)
+            taken = max(statistics.fmean(seen) - runs * extra, 0.0)
+            one = _Seen(text, backward, line, cost.cut is not None, predicted, taken)
+            found.setdefault((text, backward), []).append(one)
+    for same in found.values():
+        was, now = sum(one.was_s for one in same), sum(one.is_s for one in same)
+        yield replace(same[0], was_s=was, is_s=now, times=len(same))
     yield from _updates(run, schedule, kind, medians)
-
-
-def _by_name(items: Sequence[Compute]) -> dict[tuple[str, bool], list[Compute]]:
-    """What recomputes runs forward twice."""
-    # A checkpointed region runs forward again in the backward pass, under the same name.
-    found: dict[tuple[str, bool], list[Compute]] = {}
-    for item in items:
-        found.setdefault((item.node, item.backward), []).append(item)
-    return found
 
 
 def _updates(run: Run, schedule: Schedule, kind: int, medians: Sequence[Mapping[str, float]]) -> Iterator[_Seen]:
@@ -182,7 +172,7 @@ def _scaled(points: Points, factor: float) -> Points:
 def _made(seen: _Seen, factor: float) -> Points:
     """Points on the line of an estimate."""
     if seen.was_s <= 0:
-        return tuple((fraction, seen.is_s) for fraction in _FRACTIONS)
+        return tuple((fraction, seen.is_s / seen.times) for fraction in _FRACTIONS)
     if not seen.is_cut:
         return ((1.0, seen.line.at(1.0) * factor),)
     return tuple((fraction, seen.line.at(fraction) * factor) for fraction in _FRACTIONS)

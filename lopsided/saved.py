@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lopsided.call import call_op, surroundings
-from lopsided.graph import Graph, Node, Saved, Value, signature
+from lopsided.graph import Context, Graph, Node, Saved, Value, signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def _run(node: Node, operands: list[Value]) -> _Kept:
         packed.append(tensor)
         return tensor
 
-    with surroundings(node.context), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with surroundings(on_the_host(node.context)), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         made = call_op(node, fakes, torch.device("cpu"))
     results = list(made) if isinstance(made, tuple | list) else [made]
     given = {_memory(fake): k for k, fake in reversed(list(enumerate(fakes)))}
@@ -79,6 +79,12 @@ def _run(node: Node, operands: list[Value]) -> _Kept:
             extra[memory] = tensor.untyped_storage().nbytes()
     grads = tuple(bool(result.requires_grad) for result in results)
     return _Kept(tuple(sorted(from_operands)), tuple(sorted(from_results)), sum(extra.values()), grads)
+
+
+def on_the_host(context: Context) -> Context:
+    """The same with the processor's autocast in place of another device's, which would leave its tensors alone."""
+    _, colon, dtype = context.autocast.partition(":")
+    return replace(context, autocast=f"cpu{colon}{dtype}") if colon else context
 
 
 def _memory(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ waited for by the optimizer. What converts activations blocks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lopsided.cost import FREE, Affine, Costs, Cut, Transfer, conversion, cut_of
@@ -93,7 +93,7 @@ def lay_out(program: Program, costs: Costs, *, regather: bool = False) -> Schedu
         undo.append((conversions, back[::-1]))
         cost = costs.op(step.node, step.rule)
         computed: list[Item] = []
-        seconds = _and_around(cost.forward, costs, conversions)
+        seconds = _and_around(cost.forward, costs, conversions, taken)
         if not _is_free(seconds):
             computed.append(Compute(step.node.name, False, seconds, cost.cut))
         computed += [_named(talk, step) for talk in cost.talks]
@@ -118,7 +118,7 @@ def lay_out(program: Program, costs: Costs, *, regather: bool = False) -> Schedu
             backward += gathered.get(step.node.name, ())
             backward += [_named(talk, step) for talk in cost.back_talks]
             conversions, transposes = undo.pop()
-            seconds = _and_around(cost.backward, costs, conversions)
+            seconds = _and_around(cost.backward, costs, conversions, transposes)
             if not _is_free(seconds):
                 backward.append(Compute(step.node.name, True, seconds, cost.cut))
             backward += transposes
@@ -135,11 +135,15 @@ def _conversions(
             yield conversion(program.graph.values[name], source, to)
 
 
-def _and_around(seconds: tuple[Affine, ...], costs: Costs, conversions: int) -> tuple[Affine, ...]:
-    """And what processes take around the conversions that an op made."""
+def _and_around(
+    seconds: tuple[Affine, ...], costs: Costs, conversions: int, sent: Sequence[Transfer]
+) -> tuple[Affine, ...]:
+    """And what processes take around the conversions that an op made: their own work, and packing what is sent."""
     if not conversions or not any(costs.overheads):
         return seconds
-    return tuple(s + Affine(conversions * extra) for s, extra in zip(seconds, costs.overheads, strict=True))
+    size = sum(transfer.whole_bytes for transfer in sent)
+    around = zip(seconds, costs.overheads, costs.packing, strict=True)
+    return tuple(s + Affine(conversions * extra + size * packing) for s, extra, packing in around)
 
 
 def _is_free(seconds: tuple[Affine, ...]) -> bool:

@@ -272,7 +272,11 @@ class _Lanes:
         self.hidden.append((start, self.free))
         self.note(bucket.what, start, bucket.collective, bucket.size, largest, hides=True)
         if any(self.drags):
-            self.charge([dragged_s(self.network, bucket.collective, bucket.size) * drag for drag in self.drags])
+            dragged = [dragged_s(self.network, bucket.collective, bucket.size) * drag for drag in self.drags]
+            if self.events is not None:
+                told = zip(self.kinds, self.now, dragged, strict=True)
+                self.events += [Event(kind, f"drag of {bucket.what}", now, now + taken) for kind, now, taken in told]
+            self.charge(dragged)
         return self.free
 
     def charge(self, seconds: Sequence[float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import lopsided
-from lopsided.graph import Context
+from lopsided.graph import Context, Graph, Node
+from lopsided.models import load
+from lopsided.saved import record_saved
 
 
 def test_capture_under_autocast_captures_the_autocast() -> None:
@@ -270,3 +273,19 @@ def test_a_70b_model_is_captured_without_being_allocated() -> None:
     nodes, peak_kb = map(int, done.stdout.split())
     assert nodes > 80 * 10
     assert peak_kb < 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    "spec", ["llama:layers=1,width=32,heads=4,ffn=64,seq=16,vocab=64,batch=4", "vit:layers=1,width=32,heads=2,batch=2"]
+)
+def test_what_is_saved_under_a_gpus_autocast_is_found_without_a_gpu(spec: str) -> None:
+    module, batch = load(spec)
+    with torch.autocast("cpu", torch.bfloat16):
+        here = lopsided.capture(module, batch)
+
+    def elsewhere(node: Node) -> Node:
+        return replace(node, context=replace(node.context, autocast=node.context.autocast.replace("cpu", "cuda")))
+
+    found = record_saved(Graph(here.leaves, tuple(map(elsewhere, here.nodes)), here.loss, here.updates))
+    assert any(node.context.autocast.startswith("cuda") for node in found.nodes)
+    assert [node.saved for node in found.nodes] == [node.saved for node in here.nodes]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ sys.path.append(str(BENCHMARKS))
 
 import lab  # noqa: E402
 import lab_cgroup  # noqa: E402
+import lab_spec  # noqa: E402
 from lab import SPECS, Host, LabSpec, build  # noqa: E402
 
 TWO = LabSpec("two", "a pair, one of them slow and far", (Host("a", 1.0), Host("b", 0.25, 200.0, 2.0)))
@@ -45,7 +46,10 @@ def left_of(name: str) -> list[str]:
         for words in (["ip", "netns", "list"], ["ip", "link"])
     ]
     folders = [*Path(tempfile.gettempdir()).glob(f"{name}*"), *(root.glob(f"{name}*") if root else ())]
-    return [*(line for text in said for line in text.splitlines() if "lps" in line and name in line), *map(str, folders)]
+    return [
+        *(line for text in said for line in text.splitlines() if "lps" in line and name in line),
+        *map(str, folders),
+    ]
 
 
 def links() -> list[str]:
@@ -72,16 +76,16 @@ def test_the_specs_are_what_the_proof_asks_for() -> None:
 
 def test_hosts_are_spread_over_the_cores() -> None:
     hosts = SPECS["lab-cpu"].hosts
-    assert lab.cores_for(hosts, [0, 1]) == ((0,), (1,), (1,), (1,))
-    assert sorted(lab.cores_for(SPECS["lab-even"].hosts, [0, 1])) == [(0,), (0,), (1,), (1,)]
-    assert len(set(lab.cores_for(hosts, range(8)))) == 4
-    assert lab.cores_for([Host("small", 0.5), Host("large", 2.0)], [3, 4, 5]) == ((5,), (3, 4))
+    assert lab_spec.cores_for(hosts, [0, 1]) == ((0,), (1,), (1,), (1,))
+    assert sorted(lab_spec.cores_for(SPECS["lab-even"].hosts, [0, 1])) == [(0,), (0,), (1,), (1,)]
+    assert len(set(lab_spec.cores_for(hosts, range(8)))) == 4
+    assert lab_spec.cores_for([Host("small", 0.5), Host("large", 2.0)], [3, 4, 5]) == ((5,), (3, 4))
 
 
 @pytest.mark.parametrize("netem", [True, False])
 def test_every_cable_is_shaped_at_both_ends(netem: bool) -> None:
     spec = SPECS["lab-cpu-2link"]
-    commands = lab.network(spec, "lps-1-2-3", netem=netem)
+    commands = lab_spec.network(spec, "lps-1-2-3", netem=netem)
     shaped = [(words[2], words[6], words[words.index("rate") + 1]) for words in commands if "tbf" in words]
     for rank, host in enumerate(spec.hosts):
         assert ("lps-1-2-3-switch", f"h{rank}", "1000000kbit") in shaped
@@ -90,24 +94,23 @@ def test_every_cable_is_shaped_at_both_ends(netem: bool) -> None:
     assert len(shaped) == 10
     delayed = [words[6] for words in commands if "netem" in words]
     assert delayed == (["t1", "t1far"] if netem else [])
-    assert lab.delayed(spec) == {"t1": 1.0}
+    assert lab_spec.delayed(spec) == {"t1": 1.0}
 
 
 def test_all_links_are_made_in_namespaces() -> None:
     for spec in SPECS.values():
-        for words in lab.network(spec, "lps-1-2-3", netem=True):
+        for words in lab_spec.network(spec, "lps-1-2-3", netem=True):
             assert words[1] == "-n"
             assert words[2].startswith("lps-1-2-3-")
 
 
 def test_torchrun_is_what_one_types_on_every_machine() -> None:
-    seats = lab.host_seats(SPECS["lab-cpu"], "lps-1-2-3", Path("/tmp/lps-1-2-3"), [0, 1])
-    words = lab.torchrun(seats, 2, 29501, ["train.py", "--steps", "3"])
-    assert words[1:] == (
-        "-m torch.distributed.run --nnodes 4 --node-rank 2 --nproc-per-node 1 --master-addr 10.77.0.1 "
-        "--master-port 29501 --local-addr 10.77.0.3 train.py --steps 3"
-    ).split(" ")
-    assert lab.environment(seats[2])["GLOO_SOCKET_IFNAME"] == "eth0"
+    seats = lab_spec.host_seats(SPECS["lab-cpu"], "lps-1-2-3", Path("/tmp/lps-1-2-3"), [0, 1])
+    words = lab_spec.torchrun(seats, 2, 29501, ["train.py", "--steps", "3"])
+    assert words[1:9] == ["-m", "torch.distributed.run", "--nnodes", "4", "--node-rank", "2", "--nproc-per-node", "1"]
+    assert words[9:15] == ["--master-addr", "10.77.0.1", "--master-port", "29501", "--local-addr", "10.77.0.3"]
+    assert words[15:] == ["train.py", "--steps", "3"]
+    assert lab_spec.environment(seats[2])["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_a_name_tells_whose_it_is() -> None:
@@ -138,12 +141,14 @@ def test_cleaning_leaves_what_is_not_of_the_dead(tmp_path: Path, monkeypatch: py
 
 def test_without_root_hosts_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "_obstacle", lambda name: "that needs root")
-    with pytest.warns(lab.LabWarning, match="needs root"), build(SPECS["lab-cpu"]) as made:
-        done = made.execute([python("import os; print(*os.sched_getaffinity(0), os.environ['GLOO_SOCKET_IFNAME'])")] * 4)
-        folder = made.folder
-    expected = lab.cores_for(made.spec.hosts, sorted(os.sched_getaffinity(0)))
+    tell = python("import os; print(*os.sched_getaffinity(0), os.environ['GLOO_SOCKET_IFNAME'])")
+    with contextlib.ExitStack() as stack:
+        with pytest.warns(lab.LabWarning, match="needs root"):
+            made = stack.enter_context(build(SPECS["lab-cpu"]))
+        done = made.execute([tell] * 4)
+    expected = lab_spec.cores_for(made.spec.hosts, sorted(os.sched_getaffinity(0)))
     assert [one.stdout.split() for one in done] == [[*map(str, cores), "lo"] for cores in expected]
-    assert not folder.exists()
+    assert not made.folder.exists()
 
 
 def test_a_gpu_lab_runs_in_a_service_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +198,7 @@ def test_a_host_has_its_name_link_and_share() -> None:
         "quota = [open(group + '/' + n).read().split() for n in names if os.path.exists(group + '/' + n)]\n"
         "print(json.dumps([socket.gethostname(), [name for _, name in socket.if_nameindex()],"
         " socket.gethostbyname('lab-cpu-c'), str(os.getpid()) in open(group + '/cgroup.procs').read().split(),"
-        " sum(quota, []), sorted(os.sched_getaffinity(0))]))"
+        " sum(quota, []), sorted(os.sched_getaffinity(0)), os.sched_getscheduler(0) == os.SCHED_BATCH]))"
     )
     with build(SPECS["lab-cpu"]) as made:
         group = str(Path(made.seats[0].cgroup).parent)
@@ -202,25 +207,30 @@ def test_a_host_has_its_name_link_and_share() -> None:
         assert left_of(made.name)
     assert [one.returncode for one in done] == [0] * 4, done
     for one, seat in zip(done, made.seats, strict=True):
-        name, devices, address, inside, quota, cores = json.loads(one.stdout)
+        name, devices, address, inside, quota, cores, patient = json.loads(one.stdout)
         assert name == f"lab-cpu-{one.host}"
         assert {"lo", "eth0"} <= set(devices)
         assert address == "10.77.0.3"
         assert inside
         assert quota == [str(round(seat.host.cpu * 20_000)), "20000"]
         assert tuple(cores) == seat.cores
+        assert patient
     assert left_of(made.name) == []
 
 
 @needs_hosts
 def test_nothing_stays_after_an_exception() -> None:
-    def fail() -> None:
-        raise RuntimeError("halfway")
+    names: list[str] = []
 
-    with pytest.raises(RuntimeError, match="halfway"), build(TWO) as made:
-        assert left_of(made.name)
+    def fail() -> None:
+        with build(TWO) as made:
+            names.append(made.name)
+            assert left_of(made.name)
+            raise RuntimeError("halfway")
+
+    with pytest.raises(RuntimeError, match="halfway"):
         fail()
-    assert left_of(made.name) == []
+    assert left_of(names[0]) == []
 
 
 @needs_hosts
@@ -249,17 +259,18 @@ with lab.build(lab.SPECS["lab-cpu-2link"]) as made:
 
 
 @pytest.fixture
-def sleeper() -> Callable[[], tuple[subprocess.Popen[str], str]]:
-    def start() -> tuple[subprocess.Popen[str], str]:
-        process = subprocess.Popen(
-            python(SLEEPER), cwd=BENCHMARKS, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+def sleeper() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process with a lab that is in use, and the name of the lab."""
+    with subprocess.Popen(
+        python(SLEEPER), cwd=BENCHMARKS, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
-        lines = {process.stdout.readline().strip() for _ in range(4)}
-        (name,) = lines
-        return process, name
-
-    return start
+        try:
+            names = {process.stdout.readline().strip() for _ in range(4)}
+            assert len(names) == 1
+            yield process, names.pop()
+        finally:
+            process.terminate()
 
 
 def inside(name: str) -> list[str]:
@@ -278,31 +289,25 @@ def is_alive(pid: str) -> bool:
 
 @needs_hosts
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_nothing_stays_after_a_signal(
-    number: signal.Signals, sleeper: Callable[[], tuple[subprocess.Popen[str], str]]
-) -> None:
-    process, name = sleeper()
+def test_nothing_stays_after_a_signal(number: signal.Signals, sleeper: tuple[subprocess.Popen[str], str]) -> None:
+    process, name = sleeper
     pids = inside(name)
     assert len(pids) == 8
-    with process:
-        process.send_signal(number)
-        process.wait(30)
+    process.send_signal(number)
+    process.wait(30)
     assert left_of(name) == []
     assert not [pid for pid in pids if is_alive(pid)]
 
 
 @needs_hosts
-def test_cleaning_removes_what_a_killed_run_left(
-    sleeper: Callable[[], tuple[subprocess.Popen[str], str]],
-) -> None:
-    process, name = sleeper()
+def test_cleaning_removes_what_a_killed_run_left(sleeper: tuple[subprocess.Popen[str], str]) -> None:
+    process, name = sleeper
     clean = [sys.executable, str(BENCHMARKS / "lab.py"), "--clean"]
     while_alive = subprocess.run(clean, capture_output=True, text=True, check=True).stdout
     assert name not in while_alive
     pids = inside(name)
-    with process:
-        process.kill()
-        process.wait(30)
+    process.kill()
+    process.wait(30)
     assert left_of(name)
     assert f"removed {name}" in subprocess.run(clean, capture_output=True, text=True, check=True).stdout
     assert left_of(name) == []

@@ -189,3 +189,20 @@ def sorted_by_graph(program: Program, schedule: Schedule) -> bool:
     there = [order[item.node] for item in schedule.forward if isinstance(item, Compute)]
     back = [order[item.node] for item in schedule.backward if isinstance(item, Compute)]
     return there == sorted(there) and back == sorted(back, reverse=True)
+
+
+def test_what_lies_around_ops_and_conversions_is_charged_where_it_was_measured(graph: Graph) -> None:
+    """Data parallelism on a processor: every op costs its overhead twice, every parameter a copy of its gradient."""
+    slow = replace(CLUSTER, kinds=tuple(replace(kind, overhead_s=0.5) for kind in CLUSTER.kinds))
+    program = parse_program(EXAMPLE["DATA_PARALLEL"], graph)
+    optimizer = optimizer_named("adamw")
+    plain, charged = (lay_out(program, Costs(graph, on, optimizer)) for on in (CLUSTER, slow))
+
+    def total(schedule: Schedule) -> float:
+        items = (item for item in (*schedule.forward, *schedule.backward) if isinstance(item, Compute))
+        return sum(item.seconds[0].constant for item in items)
+
+    ops = len(program.steps) + sum(any(v.grad for v in step.node.results) for step in program.steps)
+    copies = list(graph.parameters)
+    packed = sum(leaf.value.bytes for leaf in copies) * 2 / CLUSTER.kinds[0].bytes_per_s
+    assert total(charged) - total(plain) == pytest.approx(0.5 * (ops + 2 * len(copies)) + packed)

@@ -77,7 +77,8 @@ def report_html(plan: Plan, run: Run | None = None, *, title: str = "") -> str:
         "body",
         hatches(),
         tag("a", "Skip to the timeline", href="#time", class_="skip"),
-        tag("div", head(plan, name), tag("nav", *links, aria_label="Sections"), class_="top"),
+        head(plan, name, run),
+        tag("nav", *links, aria_label="Sections"),
         tag("main", *sections.values()),
         tag("script", Html(script)),
     )

@@ -82,7 +82,11 @@ def timeline(predicted: Chart, measured: Chart | None = None) -> Html:
     whole = max(predicted.step_s, measured.step_s if measured else 0.0)
     lanes = _coarse(list(_lanes(predicted, measured)), whole)
     strings: dict[str, int] = {}
-    drawn: list[Html] = [_axis(whole), _phases(predicted, whole), _layers(predicted, whole)]
+    drawn: list[Html] = [
+        _axis(whole),
+        _phases(predicted, whole, "predicted " if measured else ""),
+        _layers(predicted, whole),
+    ]
     for k, lane in enumerate(lanes):
         words = f"{lane.label}: {lane.facts}"
         name = tag("b", lane.label)
@@ -117,7 +121,7 @@ def timeline(predicted: Chart, measured: Chart | None = None) -> Html:
     told["strings"] = [*strings]
     scroller = tag(
         "div",
-        tag("div", *drawn, class_="wide"),
+        tag("div", *drawn, class_="sheet"),
         class_="scroller",
         tabindex="0",
         role="application",
@@ -135,8 +139,8 @@ def _lanes(predicted: Chart, measured: Chart | None) -> Iterator[_Lane]:
         for name in strip.devices:
             if name in found and measured is not None:
                 mine = found[name]
-                yield _Lane(name, facts(mine, measured.step_s, "measured"), mine.blocks, _LANE, "measured")
-    for title, chart in (("predicted", predicted), ("measured", measured)):
+                yield _Lane(name, facts(mine, measured.step_s, "recorded"), mine.blocks, _LANE, "measured")
+    for title, chart in (("predicted", predicted), ("recorded", measured)):
         if chart is not None and chart.network:
             said = f"{title}, " if measured else ""
             total = sum(block.seconds for block in chart.network)
@@ -236,16 +240,16 @@ def ticks(whole: float, most: int = 8) -> list[float]:
     return [float(f"{k * gap:.12g}") for k in range(int(whole / gap * (1 - 1e-9)) + 1)]
 
 
-def _phases(chart: Chart, whole: float) -> Html:
+def _phases(chart: Chart, whole: float, title: str) -> Html:
     drawn: list[Html] = []
     for phase, start, end in chart.phases:
         if end > start:
             drawn.append(tag("rect", class_=phase, x=_at(start, whole), width=_at(end - start, whole), height=_ROW))
             if (end - start) / whole > 0.08:
-                words = f"{phase} {seconds_text(end - start)}"
+                words = f"{title}{phase} {seconds_text(end - start)}"
                 drawn.append(tag("text", words, x=_at(start, whole), dx="5", y="11"))
     words = ", ".join(f"{phase} {seconds_text(end - start)}" for phase, start, end in chart.phases)
-    return tag("svg", *drawn, class_="phases", height=_ROW, role="img", aria_label=f"Phases: {words}")
+    return tag("svg", *drawn, class_="phases", height=_ROW, role="img", aria_label=f"{title}phases: {words}")
 
 
 def _layers(chart: Chart, whole: float) -> Html:

@@ -41,7 +41,7 @@ def text(part: str) -> Html:
     """Text made safe. What cannot be printed (control characters, changes of direction) is a question mark."""
     if isinstance(part, Html):
         return part
-    plain = "".join(c if c.isprintable() or c in "\n " else "?" for c in part)
+    plain = "".join(c if c.isprintable() or c in "\n\N{NO-BREAK SPACE}" else "?" for c in part)
     return Html(html.escape(plain))
 
 

@@ -3,7 +3,7 @@
 (() => {
   const told = JSON.parse(document.getElementById("blocks").textContent);
   const scroller = document.querySelector(".scroller");
-  const wide = document.querySelector(".wide");
+  const sheet = document.querySelector(".sheet");
   const axis = document.querySelector(".axis");
   const layers = document.querySelector(".layers");
   const readout = document.getElementById("readout");
@@ -61,8 +61,7 @@
           if (start + taken < from || start > to) return;
           const left = Math.max(start, from);
           const text = fitting(told.strings[what], (start + taken - left) * scale);
-          const dark = /fwd|hidden|exposed|waiting|idle/.test(lane.rects[k].getAttribute("class"));
-          if (text) made.push(make("text", { x: percent(left), dx: 4, y: 17, ...(dark ? { class: "dark" } : {}) }, text));
+          if (text) made.push(make("text", { x: percent(left), dx: 4, y: 17, class: `on-${lane.rects[k].classList[0]}` }, text));
         });
       }
       lane.names.replaceChildren(...made);
@@ -87,8 +86,8 @@
   const zoomTo = (to, pixel = scroller.clientWidth / 2) => {
     const before = (scroller.scrollLeft + pixel) / (scroller.clientWidth * zoom);
     zoom = Math.min(Math.max(to, 1), MOST);
-    wide.style.width = `${zoom * 100}%`;
-    wide.classList.toggle("near", zoom >= 4);
+    sheet.style.width = `${zoom * 100}%`;
+    sheet.classList.toggle("near", zoom >= 4);
     scroller.scrollLeft = before * scroller.clientWidth * zoom - pixel;
     scroller.dataset.zoom = zoom;
     draw();

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from lopsided.chart import BLOCKED, COMPUTE, DOING, EXPOSED, IDLE, OPTIMIZER, WAITING, Chart
+from lopsided.chart import BLOCKED, COMPUTE, DOING, EXPOSED, HIDDEN, IDLE, OPTIMIZER, WAITING, Chart
 from lopsided.classics import STATE, batch_size
 from lopsided.confront import FREE, Line, confront
 from lopsided.confronttext import error_text
@@ -46,8 +46,24 @@ def section(name: str, title: str, *inside: str | None) -> Html:
 
 
 def _words(sentences: Iterable[str]) -> Html | None:
-    told = " ".join(sentences)
-    return tag("p", told, class_="words") if told else None
+    """Sentences, a line each."""
+    told = [tag("li", flowing(sentence)) for sentence in sentences]
+    return tag("ul", *told, class_="words") if told else None
+
+
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|×|s|ms|µs|B|[KMGT]iB)(?:\W|$))")
+_HYPHENED = re.compile(r"[^\s()]{1,24}-[^\s(),;.]{1,24}")
+
+
+def flowing(sentence: str) -> Html:
+    """A sentence in which lines do not end between a number and its unit, nor in a name."""
+    held = _UNIT.sub("\N{NO-BREAK SPACE}", sentence)
+    parts: list[str] = []
+    position = 0
+    for match in _HYPHENED.finditer(held):
+        parts += [held[position : match.start()], tag("span", match[0], class_="held-together")]
+        position = match.end()
+    return join([*parts, held[position:]])
 
 
 def _table(heads: Sequence[str], rows: Iterable[Html], *, label: str, class_: str = "") -> Html:
@@ -85,12 +101,13 @@ def _cell(inside: str, head: str = "", class_: str = "num") -> Html:
 # Top
 
 
-def head(plan: Plan, title: str) -> Html:
+def head(plan: Plan, title: str, run: Run | None) -> Html:
     batch = batch_size(plan.graph)
     best = plan.best_baseline
     elements = sum(leaf.value.elements for leaf in plan.graph.parameters)
     figures = [
         ("predicted step", seconds_text(plan.step_s)),
+        *([("measured step", seconds_text(run.step_s))] if run else []),
         ("samples a second", rate_text(batch / plan.step_s) if batch and plan.step_s else "–"),
         (f"against {best.name}" if best else "against classics", times(best.step_s / plan.step_s) if best else "–"),
         ("devices", f"{len(plan.devices)} of {plan.cluster.devices}"),
@@ -100,11 +117,17 @@ def head(plan: Plan, title: str) -> Html:
     return tag(
         "header",
         tag("p", "Lopsided plan", class_="kicker"),
-        tag("h1", title),
-        tag("p", f"on {plan.cluster.name}", f": {plan.cluster.about}" if plan.cluster.about else None, class_="on"),
-        tag("p", " ".join(lede(plan)), class_="lede"),
+        tag("h1", title, class_="long" if len(title) > 24 else None),
+        tag("p", f"on {plan.cluster.name}: {_devices(plan)}", class_="on"),
+        tag("p", flowing(" ".join(lede(plan))), class_="lede"),
         tag("dl", *items, class_="figures"),
     )
+
+
+def _devices(plan: Plan) -> str:
+    kinds = ", ".join(f"{kind.devices} {kind.name}" for kind in plan.cluster.kinds[:6])
+    more = ", ..." if len(plan.cluster.kinds) > 6 else ""
+    return f"{kinds}{more} in {plan.cluster.nodes} {plural('node', plan.cluster.nodes)}"
 
 
 # Time
@@ -123,7 +146,12 @@ def time_section(predicted: Chart, measured: Chart | None) -> Html:
     )
     tools = tag(
         "div",
-        _legend(predicted, measured),
+        tag(
+            "output",
+            "Point at a block, or focus the timeline and press an arrow key.",
+            id="readout",
+            aria_live="polite",
+        ),
         tag(
             "div",
             tag("button", "−", type="button", data_zoom="out", aria_label="Zoom out"),
@@ -133,18 +161,25 @@ def time_section(predicted: Chart, measured: Chart | None) -> Html:
         ),
         class_="tools",
     )
-    readout = tag("output", "", id="readout", aria_live="polite")
-    words = [_words(time_words(predicted))]
+    words = _words(time_words(predicted))
     if measured is not None:
-        words = [tag("h3", "Predicted"), *words, tag("h3", "Measured"), _words(time_words(measured))]
+        words = tag(
+            "div",
+            tag("div", tag("h3", "Predicted"), words),
+            tag("div", tag("h3", "Recorded"), _words(time_words(measured))),
+            class_="pair",
+        )
     return section(
         "time",
         "A step in time",
-        *words,
-        tag("figure", tools, timeline(predicted, measured), readout, keys, class_="time"),
+        words,
+        tag("figure", tools, timeline(predicted, measured), _legend(predicted, measured), keys, class_="time"),
         tag("h3", "Where the time goes"),
         _spent(predicted, "predicted"),
-        _spent(measured, "measured") if measured else None,
+        _spent(measured, "recorded") if measured else None,
+        tag("p", "Recording takes time itself: a step that was only timed is shorter.", class_="hint")
+        if measured
+        else None,
     )
 
 
@@ -157,10 +192,12 @@ def _keys(names: Iterable[str], words: str) -> Iterator[str]:
 def _legend(predicted: Chart, measured: Chart | None) -> Html:
     charts = [chart for chart in (predicted, measured) if chart]
     seen = {block.doing for chart in charts for strip in chart.strips for block in strip.blocks}
-    entries = [("fwd", "compute, forward"), ("bwd", "backward"), ("opt", "optimizer"), ("blocked", "send, all wait")]
+    entries = [("fwd", "compute, forward"), ("bwd", "backward"), ("opt", "optimizer")]
+    if BLOCKED in seen:
+        entries.append(("blocked", "send, all wait"))
     if EXPOSED in seen:
         entries.append(("exposed", "send that did not hide"))
-    if any(chart.network for chart in charts):
+    if any(block.doing == HIDDEN for chart in charts for block in chart.network):
         entries.append(("hidden", "send behind computation"))
     if WAITING in seen:
         entries.append(("waiting", "waits for others"))
@@ -185,10 +222,17 @@ def _spent(chart: Chart, title: str) -> Html:
         numbers = (compute, strip.seconds(BLOCKED), strip.seconds(EXPOSED), strip.seconds(WAITING, IDLE))
         cells = [
             _cell(join([seconds_text(s), tag("small", percent(s / chart.step_s if chart.step_s else 0.0))]), name)
-            for name, s in zip(("computes", "sends", "exposed", "waits"), numbers, strict=True)
+            for name, s in zip(("computes", "sends", "not hidden", "waits"), numbers, strict=True)
         ]
         rows.append(_row(strip.label, tag("td", bar(parts, chart.step_s), class_="wide", role="cell"), *cells))
-    heads = (f"{title} step {seconds_text(chart.step_s)}", "", ">computes", ">sends", ">exposed", ">waits")
+    heads = (
+        f"{title} step {seconds_text(chart.step_s)}",
+        "",
+        ">computes",
+        ">sends, all wait",
+        ">sends, not hidden",
+        ">waits",
+    )
     return _table(heads, rows, label=f"Where the time goes, {title}", class_="spent")
 
 
@@ -265,7 +309,7 @@ def _stored(plan: Plan) -> Html | None:
     found = sorted(sizes.items(), key=lambda pair: -sum(pair[1]))
     parts = [(f"chip-{_place_class(placement)}", float(sum(held))) for placement, held in found]
     items = [
-        tag("li", _chip(placement), f" {_stored_words(placement)}: {len(held):,}, {bytes_text(sum(held))}")
+        tag("li", _chip(placement), f" {_stored_words(placement)}: {len(held):,} with {bytes_text(sum(held))}")
         for placement, held in found
     ]
     label = ", ".join(f"{placement} {bytes_text(sum(held))}" for placement, held in found)
@@ -309,7 +353,7 @@ def classics_section(plan: Plan) -> Html | None:
                 b.name,
                 _cell(join([bar([("theirs", b.step_s if runs else 0.0)], most), tag("small", b.about)]), class_="wide"),
                 _cell(seconds_text(b.step_s) if runs else "does not fit", "step"),
-                _cell(times(b.step_s / plan.step_s) if runs and plan.step_s else "", "this plan is faster by"),
+                _cell(times(b.step_s / plan.step_s) if runs and plan.step_s else "", "speed-up"),
                 class_="" if runs else "left-out",
             )
         )
@@ -574,5 +618,6 @@ def about_section(plan: Plan) -> Html:
         tag("details", tag("summary", "What was tried"), tag("ul", *(tag("li", each) for each in plan.search.rounds))),
         tag("h3", "The cluster"),
         _table(("kind", "where", "speed", ">moves", ">memory"), kinds, label="Kinds of devices", class_="kinds"),
+        tag("p", plan.cluster.about, class_="hint") if plan.cluster.about else None,
         tag("p", f"{links}. Inputs: {inputs}. Optimizer: {plan.optimizer}. Fingerprints: {prints}.", class_="hint"),
     )

@@ -6,10 +6,11 @@ In: a `Plan`, its `Chart`, a `Run`. Out: sentences, plain text.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from lopsided.chart import BLOCKED, COMPUTE, EXPOSED, HIDDEN, IDLE, WAITING, Block, Chart, Strip
+from lopsided.chart import BLOCKED, COMPUTE, EXPOSED, HIDDEN, IDLE, WAITING, Block, Chart, Strip, subject_of
 from lopsided.classics import STATE, batch_size
 from lopsided.listing import DeviceRow, bytes_text, device_rows, seconds_text, told_apart
 from lopsided.plan import Plan
@@ -38,6 +39,23 @@ def times(ratio: float) -> str:
 def labels_of(rows: Sequence[DeviceRow]) -> list[str]:
     names = told_apart([row.names for row in rows])
     return [f"{name} ({len(row.names)})" if len(row.names) > 1 else name for name, row in zip(names, rows, strict=True)]
+
+
+def spoken(groups: Sequence[Sequence[str]]) -> list[str]:
+    """What groups of devices are called in a sentence: by their kind, if that says it.
+
+    >>> spoken([["box/a6000-1", "box/a6000-2"], ["box/rtx3060-1"]])
+    ['a6000', 'rtx3060']
+    >>> spoken([["one/v100-1"], ["two/v100-1", "two/v100-2"]])
+    ['one/v100-1', 'two/v100-*']
+    """
+    kinds = [re.sub(r"-[0-9]+$", "", names[0].rpartition("/")[2]) for names in groups]
+    every = told_apart(groups)
+    return [kind if kinds.count(kind) == 1 else label for kind, label in zip(kinds, every, strict=True)]
+
+
+def _each(name: str, count: int) -> str:
+    return f"Each {name}" if count > 1 else name
 
 
 def listed(parts: Sequence[str]) -> str:
@@ -80,9 +98,10 @@ def against_classics(plan: Plan) -> Iterator[str]:
 
 
 def time_words(chart: Chart) -> Iterator[str]:
+    names = dict(zip((s.label for s in chart.strips), spoken([s.devices for s in chart.strips]), strict=True))
     for strip in _telling(chart.strips):
-        yield _strip_words(strip, chart.step_s)
-    yield from _sent_words(chart)
+        yield _strip_words(strip, chart.step_s, names)
+    yield from _sent_words(chart, names[chart.busiest.label])
 
 
 def _telling(strips: Sequence[Strip]) -> Sequence[Strip]:
@@ -93,56 +112,64 @@ def _telling(strips: Sequence[Strip]) -> Sequence[Strip]:
     return [*dict.fromkeys(chosen)]
 
 
-def _strip_words(strip: Strip, step_s: float) -> str:
+def _strip_words(strip: Strip, step_s: float, names: Mapping[str, str]) -> str:
     parts = [f"computes {percent(_part(strip.seconds(COMPUTE), step_s))} of the step"]
     if (sends := _part(strip.seconds(BLOCKED, EXPOSED), step_s)) >= _LEAST:
-        parts.append(f"stands still {percent(sends)} of it while something is sent")
+        parts.append(f"stands still for {percent(sends)} while something is sent")
     if (waits := _part(strip.seconds(WAITING), step_s)) >= _LEAST:
         awaited: Counter[str] = Counter()
         for block in strip.blocks:
             if block.doing == WAITING and block.awaits:
                 awaited[block.awaits] += round(block.seconds * 1e12)
-        whom = f" for {awaited.most_common(1)[0][0]}" if awaited else ""
-        parts.append(f"waits {percent(waits)} of it{whom}")
+        last = awaited.most_common(1)[0][0] if awaited else ""
+        parts.append(f"waits {percent(waits)}{f' for {names.get(last, last)}' if last else ''}")
     if (idle := _part(strip.seconds(IDLE), step_s)) >= _LEAST:
-        parts.append(f"was recorded doing nothing for {percent(idle)} of it")
-    return f"{strip.label} {listed(parts)}."
+        parts.append(f"does nothing that was recorded for {percent(idle)}")
+    return f"{_each(names[strip.label], len(strip.devices))} {listed(parts)}."
 
 
 def _part(seconds: float, step_s: float) -> float:
     return seconds / step_s if step_s else 0.0
 
 
-def _sent_words(chart: Chart) -> Iterator[str]:
+def _sent_words(chart: Chart, busiest: str) -> Iterator[str]:
     blocking = [block for block in chart.network if block.doing == BLOCKED]
     if blocking:
         total = sum(block.seconds for block in blocking)
         largest = _largest(blocking)
         yield (
             f"{seconds_text(total)} ({percent(_part(total, chart.step_s))}) go to sends that everyone takes part in "
-            f"and waits for, most of it {listed([f'{what} ({seconds_text(s)})' for what, s in largest])}."
+            f"and waits for, above all {listed([f'{what} ({seconds_text(s)})' for what, s in largest])}."
         )
     hiding = sum(block.seconds for block in chart.network if block.doing == HIDDEN)
     if hiding > 0:
         exposed = chart.busiest.seconds(EXPOSED)
         if exposed < _LEAST * chart.step_s:
             yield f"{seconds_text(hiding)} of sending parameters and gradients hide behind computation."
+        elif exposed > 0.99 * hiding:
+            yield f"{seconds_text(hiding)} of sending parameters and gradients do not hide behind computation at all."
         else:
             yield (
                 f"Of {seconds_text(hiding)} of sending parameters and gradients, {seconds_text(exposed)} do not hide "
-                f"behind computation on {chart.busiest.label}."
+                f"behind computation on {busiest}."
             )
     if not chart.network:
         yield "Nothing is sent."
 
 
 def _largest(blocks: Sequence[Block]) -> list[tuple[str, float]]:
-    """The longest sends, forward and backward as one, alike ones of many layers as one."""
-    totals: Counter[str] = Counter()
+    """What most is sent for: forward and backward as one, alike ones of many layers as one."""
+    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for block in blocks:
-        name = block.what.removeprefix("∂").partition(" ")[0].rstrip(":")
-        totals[f"{block.collective} of {name}"] += round(block.seconds * 1e12)
-    return [(what, picoseconds / 1e12) for what, picoseconds in totals.most_common(2)]
+        subject = re.sub(r"_[0-9]+$", "", subject_of(block.what))
+        named = block.collective if subject == block.collective else f"{block.collective} of {subject}"
+        taken[named] += round(block.seconds * 1e12)
+        counts[named] += 1
+    found = taken.most_common(2)
+    if found[-1][1] < taken.total() / 20:
+        found = found[:1]
+    return [(f"{counts[what]} × {what}" if counts[what] > 1 else what, t / 1e12) for what, t in found]
 
 
 # Devices
@@ -150,17 +177,18 @@ def _largest(blocks: Sequence[Block]) -> list[tuple[str, float]]:
 
 def share_words(plan: Plan) -> Iterator[str]:
     rows = [row for row in device_rows(plan) if row.shares]
-    labels = dict(zip((row.names for row in rows), labels_of(rows), strict=True))
+    labels = dict(zip((row.names for row in rows), spoken([row.names for row in rows]), strict=True))
     most = max(rows, key=lambda row: dict(row.shares)["work"])
     least = min(rows, key=lambda row: dict(row.shares)["work"])
     high, low = dict(most.shares)["work"], dict(least.shares)["work"]
     if high - low < 0.0005:
         yield "All devices that take part do the same share of the work."
     elif low > 0:
-        yield f"A device of {labels[most.names]} does {high / low:.2g} times the work of one of {labels[least.names]}."
+        yield f"One {labels[most.names]} does {high / low:.2g} times the work of one {labels[least.names]}."
     else:
-        yield f"A device of {labels[most.names]} does {percent(high)} of the work, one of {labels[least.names]} none."
-    if any(name == STATE for name, _ in plan.shares.named):
+        yield f"One {labels[most.names]} does {percent(high)} of the work, {labels[least.names]} none."
+    stored = dict(plan.shares.named).get(STATE)
+    if stored and max(abs(a - b) for a, b in zip(stored, plan.shares.work, strict=True)) > 0.005:
         yield "What is stored is cut by shares of its own: who computes less can still hold as much."
     idle = [row for row in device_rows(plan) if not row.shares]
     if idle:
@@ -170,18 +198,18 @@ def share_words(plan: Plan) -> Iterator[str]:
 
 def memory_words(plan: Plan) -> str:
     rows = [row for row in device_rows(plan) if row.shares and row.limit_bytes]
-    labels = labels_of(rows)
+    labels = spoken([row.names for row in rows])
     part, label, row = max(
         ((row.memory_bytes / row.limit_bytes, label, row) for label, row in zip(labels, rows, strict=True)),
         key=lambda each: each[0],
     )
     held, limit = bytes_text(row.memory_bytes), bytes_text(row.limit_bytes)
-    return f"Fullest is {label}: {held} of {limit}, {percent(part)}."
+    return f"The fullest memory is that of {label}: {held} of {limit}, {percent(part)}."
 
 
 def worth_words(plan: Plan) -> Iterator[str]:
     rows = [row for row in device_rows(plan) if row.without_s is not None]
-    labels = labels_of(rows)
+    labels = spoken([row.names for row in rows])
     pairs = [(label, row.without_s or 0.0) for label, row in zip(labels, rows, strict=True)]
     if needed := [label for label, without_s in pairs if not math.isfinite(without_s)]:
         yield f"Without {listed(needed)} nothing fits into memory."

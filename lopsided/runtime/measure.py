@@ -54,14 +54,17 @@ from lopsided.runtime.measure_ops import (
     run_job,
     speed_dtypes,
 )
+from lopsided.runtime.measure_overhead import measure_overhead
 from lopsided.runtime.measure_pairs import MOST_NODES, unlike_pairs
-from lopsided.runtime.measure_updates import measure_update, trained_dtypes
+from lopsided.runtime.measure_updates import fractions_of, measure_update, trained_dtypes
 from lopsided.runtime.wire import Wire
 from lopsided.runtime.world import lasting_group
+from lopsided.timeline import BUCKET_BYTES
 
 Progress = Callable[[int, int], object]
 
-_SPEEDS_PART, _OPS_PART, _UPDATES_PART, _LINKS_PART, _BESIDE_PART = 0.06, 0.44, 0.07, 0.36, 0.07  # of the budget
+_SPEEDS_PART, _OPS_PART, _UPDATES_PART, _LINKS_PART, _BESIDE_PART = 0.06, 0.43, 0.07, 0.36, 0.07  # of the budget
+_OVERHEAD_PART = 0.01
 _PATIENCE_S = 300.0  # how long a rank waits for another that still measures
 _PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
 _LATE = 2.0  # times its part of the budget that updates may take before the rest is left out
@@ -143,7 +146,7 @@ def take_measurement(
         devices = _measure_devices(graphs, device, council, optimizers, dtypes, budget_s, progress)
         seats, parts = devices.seats, devices.parts
         ranks = len(seats)
-        kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks)
+        kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads)
         cluster = Cluster("measured", _about(seats, budget_s, group), kinds, _UNKNOWN, _UNKNOWN)
         fits: tuple[Fit, ...] = ()
         drags: tuple[float, ...] = (0.0,) * ranks
@@ -151,7 +154,7 @@ def take_measurement(
             steps = iter(range(parts - _link_parts(ranks) + 1, parts + 1))
             cluster, fits, drags = _with_links(
                 cluster,
-                _World(_talking(group, seats), council, device, _sent_dtype(graphs), budget_s),
+                _World(_talking(group, seats), council, device, *_sent(graphs), budget_s),
                 devices,
                 lambda: progress(next(steps), parts),
             )
@@ -205,7 +208,7 @@ def _talking(group: dist.ProcessGroup | None, seats: Sequence[Seat]) -> dist.Pro
 def talkers_of(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None, council: Council) -> Talkers:
     """All of a group, ready to talk as they would in training."""
     seats = cast(list[Seat], council.hear(seat_of(device, Speeds((), 0.0, 0.0))))
-    return _World(_talking(group, seats), council, device, torch.float32, 0.0).talkers(cluster)
+    return _World(_talking(group, seats), council, device, torch.float32, 0, 0.0).talkers(cluster)
 
 
 def _group_of(ranks: Sequence[int], backend: str, use: str, whole: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -239,6 +242,7 @@ class _Devices:
     found: list[Found]
     jobs: tuple[Job, ...]
     calm: list[Calm]
+    overheads: list[float]
     parts: int
 
 
@@ -265,6 +269,7 @@ def _measure_devices(
     progress(1, parts)
     before, watch = used_so_far(), Stopwatch(device)
     turns = _run_jobs(graphs, jobs, device, watch, slot, ops_s, lambda done: progress(1 + done, parts))
+    around = measure_overhead(device, _OVERHEAD_PART * budget_s, watch.now)
     slowed = watch.wall_per_now
     council.meet(load)
     used = used_so_far().since(before)
@@ -272,6 +277,7 @@ def _measure_devices(
     done = 1 + _PASSES * len(jobs)
     watch.start()
     updated: dict[tuple[str, float], list[list[float]]] = {}
+    sizes = fractions_of(graphs)
     updating_s = _UPDATES_PART * budget_s
     until = time.perf_counter() + _LATE * updating_s
     for number, (optimizer, dtype) in enumerate(updates, 1):
@@ -279,16 +285,18 @@ def _measure_devices(
         if number > 1 and time.perf_counter() > until:
             break
         each = updating_s / len(updates)
-        for fraction, looks in measure_update(optimizer, dtype, device, room // 2, each, watch.now).items():
+        found_here = measure_update(optimizer, dtype, device, room // 2, each, watch.now, sizes)
+        for fraction, looks in found_here.items():
             updated[update_call(optimizer, dtype), fraction] = looks
         if number < len(updates):
             progress(done + number, parts)
-    progress(done + len(updates), parts)
+    if updates:
+        progress(done + len(updates), parts)
     mine |= {key: took((looks, []), watch.wall_per_now) for key, looks in updated.items()}
     council.meet(load)
-    heard = cast(list[tuple[Found, Calm, Used]], council.hear((mine, _calm(turns, slowed), used)))
-    calm = _with_others(seats, [one for _, one, _ in heard], [one for _, _, one in heard])
-    return _Devices(seats, [found for found, _, _ in heard], jobs, calm, parts)
+    told = (mine, _calm(turns, slowed), used, around * slowed)
+    found, calms, uses, overheads = zip(*cast(list[tuple[Found, Calm, Used, float]], council.hear(told)), strict=True)
+    return _Devices(seats, list(found), jobs, _with_others(seats, calms, uses), list(overheads), parts)
 
 
 def _run_jobs(
@@ -400,6 +408,7 @@ class _World:
     council: Council
     device: torch.device
     dtype: torch.dtype
+    most_bytes: int  # that training sends at once
     budget_s: float
 
     def talkers(self, cluster: Cluster) -> Talkers:
@@ -411,13 +420,13 @@ def _link_parts(ranks: int) -> int:
     return TURNS * len(WAYS) + 1 if ranks > 1 else 0
 
 
-def _sent_dtype(graphs: Sequence[Graph]) -> torch.dtype:
-    """What most of the bytes are that training sends: the gradients of parameters."""
+def _sent(graphs: Sequence[Graph]) -> tuple[torch.dtype, int]:
+    """What most of the bytes are that training sends, and how many at once: the gradients of parameters."""
     sizes: dict[torch.dtype, int] = {}
     for leaf in (leaf for graph in graphs for leaf in graph.parameters):
         if leaf.value.grad:
             sizes[leaf.value.torch_dtype] = sizes.get(leaf.value.torch_dtype, 0) + leaf.value.bytes
-    return max(sizes, key=sizes.__getitem__, default=torch.float32)
+    return max(sizes, key=sizes.__getitem__, default=torch.float32), min(sum(sizes.values()), BUCKET_BYTES)
 
 
 def _with_links(
@@ -430,7 +439,7 @@ def _with_links(
     within = _inside_hosts(cluster, world, devices.seats) if has_two_links and all_measure else None
     talkers = world.talkers(cluster)
     unequal = _unequal([1 / pace for pace in paces(devices.seats, devices.found, devices.jobs)])
-    fits = fit_ways(talkers, _LINKS_PART * world.budget_s, unequal=unequal, step=step)
+    fits = fit_ways(talkers, _LINKS_PART * world.budget_s, unequal=unequal, step=step, most_bytes=world.most_bytes)
     gather = next(fit.link for fit in fits if (fit.collective, fit.way) == ("all_gather", "padded"))
     n, nodes = cluster.devices, cluster.nodes
     # The model of a padded all_gather (collectives.py), solved for the link.
@@ -496,7 +505,7 @@ def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Lin
         if node != nodes[me]:
             continue
         part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == nodes[me])
-        here = _World(group, Council(council), world.device, world.dtype, world.budget_s)
+        here = _World(group, Council(council), world.device, world.dtype, world.most_bytes, world.budget_s)
         each = _LINKS_PART * world.budget_s / len(WAYS)
         (fit,) = fit_ways(here.talkers(part), each, (("all_gather", "padded"),))
         size, line = len(inside), fit.link

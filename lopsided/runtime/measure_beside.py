@@ -25,7 +25,7 @@ from lopsided.runtime.wire import Handle
 LARGEST_BYTES = 16 * 2**20
 SMALLEST_BYTES = 2**20
 
-_FEWEST, _MOST = 2, 8
+_FEWEST, _MOST = 2, 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,11 @@ def took(turns: Turns, wall_per_now: float = 1.0) -> Took:
 
 
 def kinds_of(
-    seats: Sequence[Seat], found: Sequence[Found], jobs: Sequence[Job], drags: Sequence[float]
+    seats: Sequence[Seat],
+    found: Sequence[Found],
+    jobs: Sequence[Job],
+    drags: Sequence[float],
+    overheads: Sequence[float],
 ) -> tuple[Kind, ...]:
     """Runs of ranks that are alike."""
     # Only what all have measured: else one device would be priced by a clock and another by an estimate.
@@ -128,6 +132,7 @@ def kinds_of(
             f"measured: {printable(seats[run[0]].hardware)}",
             tuple(_table([found[rank] for rank in run], keys)),
             statistics.fmean(drags[rank] for rank in run),
+            statistics.fmean(overheads[rank] for rank in run),
         )
         for run, name in zip(runs, names, strict=True)
     )

@@ -18,7 +18,6 @@ mean one,
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from scipy.optimize import nnls
 from torch import Tensor
 
@@ -41,11 +41,13 @@ TURNS = 2
 """Over all ways, so that a busy moment meets none of them twice."""
 
 _SIZES = tuple(2**power for power in (12, 17, 20, 22, 24, 26, 28))
-_FEWEST_SIZES = 3  # latency shows at the first, bytes per second at the last
+_FEWEST_SIZES = 4  # latency shows at the first, bytes per second at the last
 _SKEWED_SIZES = (2**20, 2**22)
 _LOOKS = 3.5  # sizes of a way, in the mean
 _FEWEST, _MOST = 2, 40  # repeats in a turn
-_LONG_S = 0.02  # a size that takes so long shows the bytes per second well enough
+_LONG_S, _TOO_LONG_S = 0.02, 0.2  # a size that takes so long shows the bytes per second well enough
+_MOST_S = 1.0  # nothing that would take longer is sent
+_SHAKES = 64
 _STEADY = 0.05  # no point is believed more than one that is off by so much
 
 
@@ -134,7 +136,7 @@ def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float, f
 
 
 def _nearest(
-    rows: Sequence[Sequence[float]], seconds: Sequence[float], noises: Sequence[float] = ()
+    rows: Sequence[Sequence[float]], seconds: Sequence[float] | NDArray[np.float64], noises: Sequence[float] = ()
 ) -> tuple[list[float], float]:
     """Factors of the columns, none negative, by least squares of relative errors; and their mean."""
     scaled = np.array(rows) / np.array(seconds)[:, None]
@@ -150,13 +152,22 @@ def fitted(collective: str, way: str, points: Sequence[Point]) -> Fit:
     """The line through these points; with a skew, if some have unequal pieces."""
     skewed = any(point.largest > 1.01 for point in points)
     rows = [(1.0, point.bytes, point.bytes * point.largest)[: 3 if skewed else 2] for point in points]
-    (latency_s, *per_byte), error = _nearest(
-        rows, [point.seconds for point in points], [point.noise for point in points]
-    )
+    seconds, noises = [point.seconds for point in points], [point.noise for point in points]
+    (latency_s, *per_byte), error = _nearest(rows, seconds, noises)
     total = min(max(sum(per_byte), 1e-18), 1.0)
     skew = min(max(per_byte[1] / total, 0.0), 1.0) if skewed else None
-    again = statistics.fmean(point.noise for point in points)
-    return Fit(collective, way, Link(latency_s, 1 / total, skew), error, again, tuple(points))
+    link = Link(latency_s, 1 / total, skew)
+    return Fit(collective, way, link, error, _noise_of_fit(rows, seconds, noises), tuple(points))
+
+
+def _noise_of_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], noises: Sequence[float]) -> float:
+    """How far the fits of points that are shaken by their own noise lie apart, at these points: twice the spread."""
+    # The same shaking every time: the same points have the same noise.
+    shaken = np.array(seconds) * np.random.default_rng(0).normal(1.0, np.array(noises) / 2, (_SHAKES, len(seconds)))
+    floor = np.array(seconds) / 10
+    found = [_nearest(rows, np.maximum(times, floor), noises)[0] for times in shaken]
+    told = np.array(rows) @ np.array(found).T
+    return float(np.mean(2 * told.std(axis=1) / told.mean(axis=1)))
 
 
 # Measuring
@@ -199,10 +210,13 @@ def fit_ways(
     ways: Sequence[tuple[str, str]] = WAYS,
     unequal: Sequence[float] = (),
     step: Callable[[], object] = lambda: None,
+    most_bytes: int = 0,
 ) -> tuple[Fit, ...]:
     """The fits of these ways, in about so many seconds; with pieces equal and, if given, by these shares.
 
-    `step` is called after each way in each turn.
+    `most_bytes` is what training sends at once: it is looked at too, where there is time, since what passes a switch's
+    or a socket's buffers at once says little about what does not fit into them. `step` is called after each way in each
+    turn.
     """
     n = talkers.wire.size
     every: list[list[_Series]] = []
@@ -211,7 +225,7 @@ def fit_ways(
         if unequal and collective != "all_reduce":
             same.append(_Series(collective, way, tuple(unequal), _SKEWED_SIZES))
         every.append(same)
-    pace = _Pace(budget_s / TURNS / sum(map(len, every)) / _LOOKS, time.perf_counter() + budget_s)
+    pace = _Pace(budget_s / TURNS / sum(map(len, every)) / _LOOKS, time.perf_counter() + budget_s, most_bytes)
     for turn in range(TURNS):
         for same in every:
             for series in same:
@@ -226,12 +240,16 @@ class _Pace:
 
     slot_s: float
     until: float
+    most_bytes: int
 
 
 def _take_turn(series: _Series, turn: int, talkers: Talkers, pace: _Pace) -> None:
     council = talkers.council
-    if turn and council.slowest(time.perf_counter()) > pace.until:
+    # How late it is: clocks of different hosts have nothing in common.
+    if turn and council.slowest(time.perf_counter() - pace.until) > 0:
         return
+    # It has no unequal pieces to spend time on, and is what training does most.
+    slot_s = pace.slot_s * (2 if series.collective == "all_reduce" else 1)
     for number, size in enumerate(series.sizes):
         talk, whole_bytes = _talk(series, talkers, size)
         if turn and whole_bytes not in series.turns:
@@ -240,11 +258,16 @@ def _take_turn(series: _Series, turn: int, talkers: Talkers, pace: _Pace) -> Non
             talk()
         before, first = occurrence(talk, talkers)
         whole_s, one = (council.slowest(seconds) for seconds in (before, first))
-        repeats = min(max(int(pace.slot_s / whole_s), _FEWEST), _MOST) - 1
+        repeats = min(max(int(slot_s / whole_s), _FEWEST), _MOST) - 1
         times = council.mean([first, *(occurrence(talk, talkers)[1] for _ in range(repeats))])
         series.turns.setdefault(whole_bytes, []).append(times)
         # The next size takes some four times as long.
-        if number + 1 >= _FEWEST_SIZES and (one > _LONG_S or 4 * _FEWEST * one > pace.slot_s):
+        late = one > _LONG_S or 4 * _FEWEST * one > slot_s
+        if one > _TOO_LONG_S or (number + 1 >= _FEWEST_SIZES and late):
+            if series.largest < 1.01 and size < pace.most_bytes and one * pace.most_bytes / size < _MOST_S:
+                talk, whole_bytes = _talk(series, talkers, pace.most_bytes)
+                times = council.mean([occurrence(talk, talkers)[1] for _ in range(_FEWEST)])
+                series.turns.setdefault(whole_bytes, []).append(times)
             return
 
 

@@ -3,8 +3,8 @@
 In: times of the same thing, turn by turn: what is looked at in one turn lies close together in time, turns lie apart.
 Out: one time (`typical`) and its `noise`; and of ranks that measured the same, what is worth saying (`notices`).
 
-The noise is two standard errors, as a fraction. Times of one turn share its luck (a busy moment, a warm chip), so it
-is turns that are counted, not times: whoever measures again will mostly find the same within the noise of both.
+Times of one turn share its luck (a busy moment, a warm chip), so turns have a noise of their own, beside that of their
+times. Whoever measures again will mostly find the same within the noise of both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+ANEW = 0.04
+"""By so much the same process, started anew, is faster or slower, however long it is looked at (docs/profiling.md)."""
 
 _STRAGGLES = 1.25  # times as long as the quickest of the same hardware
 _SCATTERS = 0.15  # between the quickest and the middle of repeats
@@ -33,19 +36,22 @@ def typical(times: Sequence[float]) -> float:
 
 
 def noise(turns: Sequence[Sequence[float]]) -> float:
-    """Two standard errors of the typical time, as a fraction of it. Nothing can be said of a single time: 0.
+    """Two standard errors of the typical time, as a fraction of it: of times around their turn's and of turns around
+    each other; and what processes differ by when they are started anew.
 
-    >>> round(noise([[1.0, 1.1], [1.0, 1.1]]), 3)
-    0.078
+    >>> round(noise([[1.0, 1.1], [1.0, 1.1]]), 3), round(noise([[1.0, 1.1], [2.0, 2.1]]), 3)
+    (0.068, 0.747)
     """
     times = [seconds for turn in turns for seconds in turn]
-    if len(times) < 2:
-        return 0.0
-    middle = typical(times)
+    middle = typical(times) if times else 0.0
+    if len(times) < 2 or not middle:
+        return ANEW
+    levels = [typical(turn) for turn in turns if turn]
+    # Without the slowest sixth, as in what is typical.
     kept = sorted(times)[: max(len(times) - len(times) // 6, 2)]
-    spread = statistics.stdev(kept)
-    looked = sum(bool(turn) for turn in turns)
-    return 2 * spread / math.sqrt(looked) / middle if middle else 0.0
+    squared = statistics.variance(kept) / len(times)
+    squared += statistics.variance(levels) / len(levels) if len(levels) > 1 else 0.0
+    return math.hypot(2 * math.sqrt(squared) / middle, ANEW)
 
 
 # What is worth saying

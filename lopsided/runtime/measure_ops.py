@@ -259,7 +259,7 @@ def choose_jobs(
             job = Job(distinct, rule, count, length)
             needs_s = max(_SHORTEST_S, _RUNS * estimate(distinct, job.fraction))
             # Results, gradients and what is kept between them come on top of the operands.
-            if needs_s <= min(left_s, budget_s / 8) and 4 * job.bytes <= memory_bytes / 2:
+            if needs_s <= min(left_s, max(budget_s / 8, _SHORTEST_S)) and 4 * job.bytes <= memory_bytes / 2:
                 chosen.append(job)
                 left_s -= needs_s
     return tuple(chosen), min(_SHORTEST_S + max(left_s, 0.0) / max(len(chosen), 1), _LONGEST_S)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -57,8 +58,8 @@ class _Small(nn.Module):
         return x.sum()
 
 
-def measure_overhead(device: torch.device, lasting_s: float) -> float:
-    """Seconds around an op, forward or backward alike."""
+def measure_overhead(device: torch.device, lasting_s: float, now: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds around an op, forward or backward alike, by the clock `now`."""
     if device.type == "cuda":
         return 0.0
     model, x = _Small(), torch.ones(2 * _WIDTH, _WIDTH)
@@ -95,8 +96,8 @@ def measure_overhead(device: torch.device, lasting_s: float) -> float:
     while len(taken[0]) < _ROUNDS or time.perf_counter() < until:
         # In turn, so that both meet the same noise.
         for run, times in zip((interpreted, plain), taken, strict=True):
-            started = time.perf_counter()
+            started = now()
             run()
-            times.append(time.perf_counter() - started)
+            times.append(now() - started)
     around = statistics.median(taken[0]) - statistics.median(taken[1])
     return max(around, 0.0) / (2 * (len(program.steps) + len(list(program.conversions()))))

@@ -8,7 +8,7 @@ after the other, several at once, fused). There are so many tensors that caches 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -19,9 +19,11 @@ from lopsided.runtime.measure_load import wait_for
 from lopsided.runtime.measure_ops import samples_of
 
 FRACTIONS = (1 / 256, 1 / 16, 1.0)
+"""Of sizes, where no model says which ones it has."""
 
 _CPU_BYTES, _GPU_BYTES = 2**25, 2**28
 _LEAST_BYTES = 2**22
+_SMALL = 4096  # elements
 _COPIES = 6  # of the parameters that may be in memory at once: gradients, state, and what a step makes in between
 _STEP = 1e-4
 
@@ -42,6 +44,26 @@ def trained_dtypes(graph: Graph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(leaf.value.dtype for leaf in graph.parameters if leaf.value.grad))
 
 
+def fractions_of(graphs: Sequence[Graph]) -> tuple[float, ...]:
+    """At which sizes to measure an update for one model: a small one, and up to what most of its elements are in.
+
+    A straight line is all that is made of them, and tensors that a cache holds lie on another one than those it does
+    not.
+    """
+    if len(graphs) != 1:
+        return FRACTIONS
+    sizes = sorted(leaf.value.elements for leaf in graphs[0].parameters if leaf.value.grad)
+    half, passed, usual = sum(sizes) / 2, 0, 1
+    for size in sizes:
+        passed, usual = passed + size, size
+        if passed >= half:
+            break
+    usual = min(max(usual, _SMALL), UPDATED_ELEMENTS)
+    return tuple(
+        sorted({min(_SMALL, usual // 4) / UPDATED_ELEMENTS, usual // 4 / UPDATED_ELEMENTS, usual / UPDATED_ELEMENTS})
+    )
+
+
 def measure_update(
     optimizer: str,
     dtype: str,
@@ -49,15 +71,17 @@ def measure_update(
     room_bytes: int,
     lasting_s: float,
     now: Callable[[], float] = time.perf_counter,
+    fractions: Sequence[float] = FRACTIONS,
 ) -> dict[float, list[list[float]]]:
     """Seconds a tensor on the clock `now` at each fraction; nothing for an optimizer that torch does not have."""
     if optimizer not in _MAKERS:
         return {}
     most = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     size = max(min(most, room_bytes // _COPIES), _LEAST_BYTES)
+    each = lasting_s / len(fractions)
     return {
-        fraction: _seconds_a_tensor(optimizer, DTYPES[dtype], device, fraction, size, lasting_s / len(FRACTIONS), now)
-        for fraction in FRACTIONS
+        fraction: _seconds_a_tensor(optimizer, DTYPES[dtype], device, fraction, size, each, now)
+        for fraction in fractions
     }
 
 

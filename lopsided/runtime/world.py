@@ -53,9 +53,18 @@ class World:
     @property
     def backend(self) -> str:
         """NCCL, where every process that takes part has a GPU of its own; gloo otherwise."""
-        taking = [one for one in self.told if one.rank in self.ranks]
-        chips = {(one.host, one.chip or one.device) for one in taking if one.is_gpu}
-        return "nccl" if taking and len(chips) == len(taking) and dist.is_nccl_available() else "gloo"
+        return _backend_of([one for one in self.told if one.rank in self.ranks])
+
+    @property
+    def backend_of_all(self) -> str:
+        """The same, of all processes there are."""
+        return _backend_of(self.told)
+
+
+def _backend_of(told: Sequence[Told]) -> str:
+    # A chip's number is its own, whatever its host is called: two agents of torchrun may share one.
+    chips = {one.chip or f"{one.host} {one.device}" for one in told if one.is_gpu}
+    return "nccl" if told and len(chips) == len(told) and dist.is_nccl_available() else "gloo"
 
 
 # Joining

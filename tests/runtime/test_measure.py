@@ -14,14 +14,15 @@ import torch.distributed as dist
 from lopsided import zoo
 from lopsided.capture import capture
 from lopsided.cluster import parse_cluster
-from lopsided.cost import Costs, optimizer_named
+from lopsided.cost import Costs, optimizer_named, update_call
 from lopsided.errors import InputError
 from lopsided.graph import Graph
 from lopsided.placement import S
 from lopsided.processes import Crew
-from lopsided.runtime import measure as room
-from lopsided.runtime.measure import Measurement, Seat, measure, take_measurement
-from lopsided.runtime.measure_links import WAYS, line_through
+from lopsided.runtime import measure_kinds as room
+from lopsided.runtime.measure import Measurement, measure, take_measurement
+from lopsided.runtime.measure_kinds import Found, Seat, Took
+from lopsided.runtime.measure_links import WAYS
 from lopsided.runtime.measure_ops import (
     Speeds,
     choose_jobs,
@@ -30,6 +31,7 @@ from lopsided.runtime.measure_ops import (
     run_job,
     speed_dtypes,
 )
+from lopsided.runtime.measure_updates import fractions_of
 
 CPU = torch.device("cpu")
 SPEEDS = Speeds((("f32", 1e10),), 1e9, 1e-5)
@@ -53,7 +55,13 @@ def take(graph: Graph, names: tuple[str, ...] = ()) -> tuple[Measurement, list[t
     if names:
         platform.node = lambda: names[dist.get_rank()]
     try:
-        found = take_measurement(graph, CPU, budget_s=1.0, progress=lambda done, total: told.append((done, total)))
+        found = take_measurement(
+            graph,
+            CPU,
+            optimizers=("adamw", "lion"),
+            budget_s=1.0,
+            progress=lambda done, total: told.append((done, total)),
+        )
     finally:
         platform.node = real
     return found, told, torch.equal(before, torch.get_rng_state())
@@ -102,15 +110,56 @@ def test_the_cost_model_finds_what_was_measured(unequal: list[tuple[Measurement,
     measured, estimated = (
         Costs(graph, where, optimizer_named("sgd")) for where in (cluster, replace(cluster, kinds=kinds))
     )
-    jobs = {job.distinct.text: job for job in choose_jobs(graph, [SPEEDS] * 3, 2**30, 1000.0)[0]}
+    jobs = {job.distinct.text: job for job in choose_jobs([graph], [SPEEDS] * 3, 2**30, 1000.0)[0]}
     for entry in cluster.kinds[0].measured:
+        if entry.call.startswith("update:"):
+            continue
         node, rule = jobs[entry.call].distinct.call.node, jobs[entry.call].rule
         assert measured.op(node, rule).forward != estimated.op(node, rule).forward
+
+
+def test_updates_are_measured_as_they_are_priced(
+    unequal: list[tuple[Measurement, list[tuple[int, int]], bool]],
+) -> None:
+    """Of the optimizer that torch has; nobody measures one that it has not."""
+    for kind in unequal[0][0].cluster.kinds:
+        updates = [entry for entry in kind.measured if entry.call.startswith("update:")]
+        assert [entry.call for entry in updates] == [update_call("adamw", "f32")]
+        assert tuple(fraction for fraction, _ in updates[0].forward) == fractions_of([small_graph()])
+        assert updates[0].forward[0][1] < updates[0].forward[-1][1]
+
+
+def test_computing_and_sending_cost_each_other(
+    unequal: list[tuple[Measurement, list[tuple[int, int]], bool]],
+) -> None:
+    found = unequal[0][0]
+    assert len(found.drag) == 3
+    assert all(0 <= drag <= 1 for drag in found.drag)
+    assert found.cluster.stretch == found.stretch >= 1
+    assert [kind.drag for kind in found.cluster.kinds if kind.count == 1] == [
+        found.drag[first]
+        for kind, (first, _) in zip(found.cluster.kinds, found.cluster.spans, strict=True)
+        if kind.count == 1
+    ]
+
+
+def test_what_was_measured_is_told_with_its_noise(
+    unequal: list[tuple[Measurement, list[tuple[int, int]], bool]],
+) -> None:
+    found = unequal[0][0]
+    assert 0 < found.covered <= 1
+    assert found.op_noise >= 0
+    assert {line.call for line in found.lines if line.kind == 0} == {
+        entry.call for entry in found.cluster.kinds[0].measured
+    }
+    assert all(line.times > 0 or line.call.startswith("update:") for line in found.lines)
 
 
 def test_every_collective_is_measured(unequal: list[tuple[Measurement, list[tuple[int, int]], bool]]) -> None:
     cluster = unequal[0][0].cluster
     assert {(collective, way) for collective, way, _ in cluster.collectives} == set(WAYS)
+    # Of all but the all_reduce, which has no pieces, it is known what unequal pieces cost.
+    assert {collective for collective, _, link in cluster.collectives if link.skew is None} == {"all_reduce"}
     assert all(link.latency_s > 0 or link.bytes_per_s < 1e18 for _, _, link in cluster.collectives)
 
 
@@ -141,6 +190,14 @@ def test_one_process_needs_no_group() -> None:
     assert parse_cluster(cluster.text()) == cluster
 
 
+def test_updates_are_measured_at_the_sizes_of_the_model() -> None:
+    assert fractions_of([]) == (1 / 256, 1 / 16, 1.0)
+    small = [round(fraction * 2**20) for fraction in fractions_of([small_graph()])]
+    large = capture(*zoo.build("mlp", layers=2, width=2048, classes=5, batch=2))
+    assert small == [1024, 4096]
+    assert [round(fraction * 2**20) for fraction in fractions_of([large])] == [4096, 2**18, 2**20]
+
+
 # Which ranks are alike
 
 
@@ -151,10 +208,10 @@ def seat(host: str = "box", hardware: str = "some cpu", *, gpu: str = "", boot: 
 def kinds_of(seats: list[Seat], paces: list[float]) -> list[tuple[str, str, int]]:
     """The kinds of ranks that took so many seconds for the same call."""
     graph = small_graph()
-    jobs, _ = choose_jobs(graph, [SPEEDS], 2**30, 10.0)
+    jobs, _ = choose_jobs([graph], [SPEEDS], 2**30, 10.0)
     job = jobs[0]
-    found: list[room.Found] = [{(job.distinct.text, job.units): (pace, None)} for pace in paces]
-    kinds, _ = room._kinds(seats, found, [job])
+    found: list[Found] = [{job.key: Took(pace, None)} for pace in paces]
+    kinds = room.kinds_of(seats, found, [job], [0.0] * len(seats), [0.0] * len(seats))
     return [(kind.name, kind.node, kind.count) for kind in kinds]
 
 
@@ -179,7 +236,7 @@ def test_hardware_and_hosts_set_apart() -> None:
 
 def test_processes_share_the_memory_of_their_host_or_gpu() -> None:
     seats = [seat(), seat(), seat("other"), seat(gpu="a"), seat(gpu="b"), seat(gpu="b")]
-    assert [room._memory(mine, seats) // 2**30 for mine in seats] == [4, 4, 8, 8, 4, 4]
+    assert [room.memory_of(mine, seats) // 2**30 for mine in seats] == [4, 4, 8, 8, 4, 4]
 
 
 @pytest.mark.parametrize("budget_s", [-1.0, float("nan"), float("inf")])
@@ -189,10 +246,10 @@ def test_no_time_is_refused(budget_s: float) -> None:
 
 
 def test_what_one_rank_could_not_measure_nobody_has() -> None:
-    jobs, _ = choose_jobs(small_graph(), [SPEEDS], 2**30, 10.0)
-    full: room.Found = {(job.distinct.text, job.units): (1.0, 1.0) for job in jobs}
+    jobs, _ = choose_jobs([small_graph()], [SPEEDS], 2**30, 10.0)
+    full: Found = {job.key: Took(1.0, 1.0) for job in jobs}
     lacking = {key: points for key, points in full.items() if key[0] != jobs[0].distinct.text}
-    kinds, _ = room._kinds([seat("a"), seat("b")], [full, lacking], jobs)
+    kinds = room.kinds_of([seat("a"), seat("b")], [full, lacking], jobs, [0.0, 0.0], [1e-5, 3e-5])
     for kind in kinds:
         assert jobs[0].distinct.text not in {entry.call for entry in kind.measured}
         assert {entry.call for entry in kind.measured} == {call for call, _ in lacking}
@@ -204,7 +261,7 @@ def test_what_one_rank_could_not_measure_nobody_has() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "resnet50", "bert-moe"])
 def test_most_calls_can_be_run(name: str) -> None:
     graph = small_graph(name)
-    jobs, _ = choose_jobs(graph, [SPEEDS] * 3, 2**30, 1000.0)
+    jobs, _ = choose_jobs([graph], [SPEEDS] * 3, 2**30, 1000.0)
     layouts = layouts_of(graph)
     assert len(jobs) > 20
     ran = [run_job(job, layouts, CPU, 1e-4)[0] for job in jobs]
@@ -212,7 +269,7 @@ def test_most_calls_can_be_run(name: str) -> None:
 
 
 def test_pieces_are_what_a_device_would_hold() -> None:
-    jobs, _ = choose_jobs(small_graph(), [SPEEDS] * 3, 2**30, 1000.0)
+    jobs, _ = choose_jobs([small_graph()], [SPEEDS] * 3, 2**30, 1000.0)
     linear = [job for job in jobs if "aten.linear.default(f32[6, 10, 32], f32[96, 32]" in job.distinct.text]
     assert [job.rule.needs[0] for job in linear] == [S(0)] * 3
     assert [job.fraction for job in linear] == [1 / 6, 2 / 6, 3 / 6]
@@ -221,18 +278,18 @@ def test_pieces_are_what_a_device_would_hold() -> None:
 
 def test_the_budget_and_memory_bound_what_is_chosen() -> None:
     graph = small_graph()
-    everything, _ = choose_jobs(graph, [SPEEDS] * 2, 2**30, 1000.0)
-    some, _ = choose_jobs(graph, [SPEEDS] * 2, 2**30, 0.6)
+    everything, _ = choose_jobs([graph], [SPEEDS] * 2, 2**30, 1000.0)
+    some, _ = choose_jobs([graph], [SPEEDS] * 2, 2**30, 0.6)
     assert 0 < len(some) < len(everything)
-    assert choose_jobs(graph, [SPEEDS] * 2, 2**30, 0.0)[0] == ()
-    fitting, _ = choose_jobs(graph, [SPEEDS] * 2, 2**16, 1000.0)
+    assert choose_jobs([graph], [SPEEDS] * 2, 2**30, 0.0)[0] == ()
+    fitting, _ = choose_jobs([graph], [SPEEDS] * 2, 2**16, 1000.0)
     assert all(8 * job.bytes <= 2**16 for job in fitting)
     assert len(fitting) < len(everything)
 
 
 def test_an_op_that_refuses_is_left_out() -> None:
     graph = small_graph()
-    jobs, _ = choose_jobs(graph, [SPEEDS], 2**30, 1000.0)
+    jobs, _ = choose_jobs([graph], [SPEEDS], 2**30, 1000.0)
     job = next(job for job in jobs if "embedding" in job.distinct.text)
     call = replace(job.distinct.call, node=replace(job.distinct.call.node, op="aten.no_such_op.default"))
     assert run_job(replace(job, distinct=replace(job.distinct, call=call)), {}, CPU, 1e-4) == ([], [])
@@ -246,29 +303,7 @@ def test_operands_lie_as_in_the_graph() -> None:
 
 def test_speeds_are_of_the_dtypes_that_multiply() -> None:
     graph = small_graph()
-    assert speed_dtypes(graph) == ("f32",)
+    assert speed_dtypes([graph]) == ("f32",)
     speeds = measure_speeds(("f32", "f64"), CPU, 0.1)
     assert [dtype for dtype, _ in speeds.flops_per_s] == ["f32", "f64"]
     assert min(speeds.bytes_per_s, speeds.launch_s, *(flops for _, flops in speeds.flops_per_s)) > 0
-
-
-# Lines
-
-
-@pytest.mark.parametrize(
-    ("points", "constant", "slope"),
-    [
-        ([(1.0, 3.0), (2.0, 5.0), (10.0, 21.0)], 1.0, 2.0),
-        ([(1.0, 4.0), (2.0, 4.0)], 4.0, 0.0),
-        ([(1.0, 2.0), (2.0, 4.0)], 0.0, 2.0),
-        ([(5.0, 2.0)], 0.0, 0.4),
-    ],
-)
-def test_a_line_is_found(points: list[tuple[float, float]], constant: float, slope: float) -> None:
-    found = line_through(points)
-    assert found == pytest.approx((constant, slope, 0.0), abs=1e-9)
-
-
-def test_no_part_of_a_line_is_negative() -> None:
-    assert line_through([(1.0, 1.0), (2.0, 4.0)])[0] == 0
-    assert line_through([(1.0, 4.0), (2.0, 1.0)])[1] == 0
