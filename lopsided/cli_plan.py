@@ -19,7 +19,7 @@ from lopsided.classics import batch_size
 from lopsided.cluster import Cluster, load_cluster, preset_names
 from lopsided.cost import optimizer_named
 from lopsided.devices import shown
-from lopsided.errors import ClusterError, InputError, PlanError
+from lopsided.errors import ClusterError, InputError, PlanError, RunError
 from lopsided.graph import DTYPES
 from lopsided.jsonfile import check_writable
 from lopsided.listing import (
@@ -47,6 +47,7 @@ from lopsided.plantext import (
     segment_lines,
     shape_text,
 )
+from lopsided.record import load_run
 from lopsided.terminal import AsJson, Batch, Model, Verbose, err, load_shapes, out, print_json
 
 PlanFile = Annotated[str, typer.Argument(help="A file that `lopsided plan -o` wrote.")]
@@ -80,6 +81,14 @@ def plan_command(
             f"{', '.join(ADDITIONS)}, with commas between, or {HAP} for all."
         ),
     ] = "",
+    known: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A plan of the same model, or a run that was recorded: the answer is never predicted slower. Can be "
+            "repeated.",
+        ),
+    ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     full: Annotated[bool, typer.Option("--full", help="Every step, nothing folded or shortened.")] = False,
     as_json: AsJson = False,
@@ -107,6 +116,7 @@ def plan_command(
             pins=pin or (),
             segments=segment or (),
             without=without,
+            known=[_plan_or_run(file) for file in known or ()],
             progress=lambda progress: say(progress_text(progress)),
         )
     unwritten = None
@@ -124,6 +134,16 @@ def plan_command(
             _say(f"\nwritten to {output}")
     if unwritten:
         raise unwritten
+
+
+def _plan_or_run(file: str) -> Plan:
+    try:
+        return load_plan(file)
+    except PlanError as error:
+        try:
+            return load_run(file).plan
+        except RunError:
+            raise error from None
 
 
 def _cluster_option(cluster: str) -> Cluster:

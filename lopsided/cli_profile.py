@@ -152,3 +152,5 @@ def _feed_back(run_file: str, output: str, as_json: bool) -> None:
         out.print(escape(line))
     if output:
         out.print(escape(f"\nwritten to {output}"))
+        again = f"lopsided plan MODEL --cluster {output} --known {run_file}"
+        out.print(escape(f"`{again}` plans anew, never predicted slower than the plan of this run"))

@@ -24,7 +24,7 @@ from lopsided.capture import LossFn, capture
 from lopsided.classics import STATE, stored_so
 from lopsided.cluster import Cluster, load_cluster
 from lopsided.cost import Costs, Scale, optimizer_named
-from lopsided.errors import InputError, ProgramError
+from lopsided.errors import InputError, PlanError, ProgramError
 from lopsided.graph import Graph, Leaf, Node
 from lopsided.memory import bytes_per_kind, holdings
 from lopsided.notation import Rule
@@ -32,7 +32,7 @@ from lopsided.parts import parts
 from lopsided.placement import I, Placement, Shares, parse_placement
 from lopsided.plan import INTERRUPTED, Baseline, Breakdown, Plan, SearchReport
 from lopsided.prices import NOTHING_HIDDEN
-from lopsided.program import Program, check_program
+from lopsided.program import Program, check_program, parse_program
 from lopsided.retype import in_dtype
 from lopsided.rules import RuleBook, derive_rules
 from lopsided.schedule import lay_out
@@ -63,6 +63,7 @@ def plan(
     pins: Sequence[str] = (),
     segments: Sequence[str] = (),
     without: Sequence[str] = (),
+    known: Sequence[Plan] = (),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The fastest way to train `model` on `cluster` (a preset's name, a file or a `Cluster`).
@@ -70,7 +71,8 @@ def plan(
     The batch is the global one: all devices together train on it in one step. `dtype` plans for the model in another
     floating dtype than it has. `pins` such as `"encoder.*.weight=I"` fix how parameters are stored, `segments` such as
     `"encoder.*"` give parts of the model shares of their own. `without` some of what this planner adds to HAP
-    (`lopsided.ablation`) it shows what that is worth.
+    (`lopsided.ablation`) it shows what that is worth. `known` plans of the same model compete: the answer is never
+    predicted slower than any of them is on this cluster.
     """
     where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     started = time.perf_counter()
@@ -86,6 +88,7 @@ def plan(
         pins=pins,
         segments=segments,
         without=without,
+        known=known,
         progress=progress,
     )
     return replace(found, capture_s=capture_s)
@@ -101,6 +104,7 @@ def plan_graph(
     pins: Sequence[str] = (),
     segments: Sequence[str] = (),
     without: Sequence[str] = (),
+    known: Sequence[Plan] = (),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The plan of a captured graph."""
@@ -109,7 +113,7 @@ def plan_graph(
     started = time.perf_counter()
     rules = book or derive_rules(graph)
     left_out = additions_named(without)
-    task = _Task(graph, rules, optimizer, started, time_limit_s, pins, segments, left_out, progress)
+    task = _Task(graph, rules, optimizer, started, time_limit_s, pins, segments, left_out, known, progress)
     if not left_out:
         return _planned(task, cluster)
     if segments and SEGMENTS in left_out:
@@ -131,6 +135,7 @@ class _Task:
     pins: Sequence[str]
     segments: Sequence[str]
     without: frozenset[str]
+    known: Sequence[Plan]
     progress: Callable[[Progress], None]
 
     def shop(self, *, whole: bool = False) -> Workshop:
@@ -152,6 +157,8 @@ def _planned(task: _Task, cluster: Cluster) -> Plan:
         shop.fewest_devices = cluster.devices
     in_segments = given_segments(shop.book, task.segments) if task.segments else None
     classics = list(shop.classics(cluster))
+    for plan in task.known:
+        _judge_known(shop, plan, cluster)
     try:
         for part in [cluster] if DEVICES in task.without else parts(cluster, shop.dtype):
             if shop.is_promising(part):
@@ -168,6 +175,23 @@ def _planned(task: _Task, cluster: Cluster) -> Plan:
         worth = {}, {}
     classics += shop.classic_on_part(cluster)
     return _answer(shop, cluster, classics, *worth, time.perf_counter() - task.started)
+
+
+def _judge_known(shop: Workshop, known: Plan, cluster: Cluster) -> None:
+    """A plan that was made before, on the devices of these names."""
+    if known.graph.fingerprint != shop.graph.fingerprint:
+        raise PlanError("a plan that should compete is for another model or batch", do="give a plan of the same model")
+    on = cluster
+    for device in cluster.device_names:
+        if device not in known.devices:
+            on = on.without_device(device)
+    if on.device_names != known.devices:
+        gone = next((device for device in known.devices if device not in on.device_names), known.devices[0])
+        raise PlanError(
+            f"a plan that should compete uses {gone}, and this cluster does not have it as that one had",
+            do="leave the plan out, or plan for the cluster it was made for",
+        )
+    shop.judge("known", on, parse_program(str(known.program), shop.graph), known.shares, known.regather)
 
 
 def _as_it_is(task: _Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan:

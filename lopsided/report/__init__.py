@@ -5,7 +5,8 @@ In: a `Plan` and perhaps a `Run`. Out: HTML.
     markup     text that cannot be broken out of
     words      what one sees, in sentences
     figures    bars and the timeline, as SVG
-    sections   the parts of the page
+    parts      tables, lists, chips
+    sections, program, measured    what the page is made of
     page.css, page.js    how it looks, and what it does when looked at closely
 
 Names in plans come from strangers. All text is escaped (`markup`), and should that fail, the page's policy allows no
@@ -23,13 +24,13 @@ from lopsided.plan import Plan
 from lopsided.record import Run
 from lopsided.report.figures import hatches
 from lopsided.report.markup import Html, tag
+from lopsided.report.measured import run_section
+from lopsided.report.program import program_section
 from lopsided.report.sections import (
     about_section,
     classics_section,
     devices_section,
     head,
-    program_section,
-    run_section,
     time_section,
     worth_section,
 )

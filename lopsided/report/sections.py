@@ -1,34 +1,31 @@
-"""The sections of the page: each a heading, what one sees, a figure or table.
+"""The sections about a plan: each a heading, what one sees, a figure or table.
 
-In: a `Plan`, `Chart`s, a `Run`. Out: `Html`. Charts that are not tables by nature have one behind them.
+In: a `Plan` and `Chart`s. Out: `Html`. Charts that are not tables by nature have one behind them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lopsided.chart import BLOCKED, COMPUTE, DOING, EXPOSED, HIDDEN, IDLE, OPTIMIZER, WAITING, Chart
 from lopsided.classics import STATE, batch_size
-from lopsided.confront import FREE, Line, confront
-from lopsided.confronttext import error_text
 from lopsided.listing import (
     DeviceRow,
-    Row,
     bytes_text,
     device_rows,
     folded_seconds,
-    listing,
     parameters_of,
     seconds_text,
     segment_rows,
 )
 from lopsided.plan import Plan
 from lopsided.plantext import count_text, inputs_of, plural, rate_text, search_lines, shape_text, worth_text
-from lopsided.record import NETWORK, Run
-from lopsided.report.figures import bar, steps_plot, timeline
-from lopsided.report.markup import Html, join, tag, text
+from lopsided.record import Run
+from lopsided.report.figures import bar, timeline
+from lopsided.report.markup import Html, join, tag
+from lopsided.report.parts import cell, chip, flowing, place_class, row_of, section, swatch, table, words_list
 from lopsided.report.words import (
     labels_of,
     lede,
@@ -39,64 +36,6 @@ from lopsided.report.words import (
     times,
     worth_words,
 )
-
-
-def section(name: str, title: str, *inside: str | None) -> Html:
-    return tag("section", tag("h2", title, id=f"{name}-title"), *inside, id=name, aria_labelledby=f"{name}-title")
-
-
-def _words(sentences: Iterable[str]) -> Html | None:
-    """Sentences, a line each."""
-    told = [tag("li", flowing(sentence)) for sentence in sentences]
-    return tag("ul", *told, class_="words") if told else None
-
-
-_UNIT = re.compile(r"(?<=\d) (?=(?:%|×|s|ms|µs|B|[KMGT]iB)(?:\W|$))")
-_HYPHENED = re.compile(r"[^\s()]{1,24}-[^\s(),;.]{1,24}")
-
-
-def flowing(sentence: str) -> Html:
-    """A sentence in which lines do not end between a number and its unit, nor in a name."""
-    held = _UNIT.sub("\N{NO-BREAK SPACE}", sentence)
-    parts: list[str] = []
-    position = 0
-    for match in _HYPHENED.finditer(held):
-        parts += [held[position : match.start()], tag("span", match[0], class_="held-together")]
-        position = match.end()
-    return join([*parts, held[position:]])
-
-
-def _table(heads: Sequence[str], rows: Iterable[Html], *, label: str, class_: str = "") -> Html:
-    """Heads that begin with a > are above numbers. Columns have a class by their number, for widths that hold for all
-    tables of a class."""
-    cells = [
-        tag(
-            "th",
-            head.removeprefix(">"),
-            scope="col",
-            class_="num" if head.startswith(">") else None,
-            role="columnheader",
-        )
-        for head in heads
-    ]
-    return tag(
-        "table",
-        tag("colgroup", *(tag("col", class_=f"col{k}") for k in range(1, len(heads) + 1))),
-        tag("thead", tag("tr", *cells, role="row"), role="rowgroup"),
-        tag("tbody", *rows, role="rowgroup"),
-        class_=class_ or None,
-        aria_label=label,
-        role="table",
-    )
-
-
-def _row(name: str, *cells: Html, class_: str = "") -> Html:
-    return tag("tr", tag("th", name, scope="row", role="rowheader"), *cells, class_=class_ or None, role="row")
-
-
-def _cell(inside: str, head: str = "", class_: str = "num") -> Html:
-    return tag("td", inside, class_=class_ or None, data_head=head or None, role="cell")
-
 
 # Top
 
@@ -161,12 +100,12 @@ def time_section(predicted: Chart, measured: Chart | None) -> Html:
         ),
         class_="tools",
     )
-    words = _words(time_words(predicted))
+    words = words_list(time_words(predicted))
     if measured is not None:
         words = tag(
             "div",
             tag("div", tag("h3", "Predicted"), words),
-            tag("div", tag("h3", "Recorded"), _words(time_words(measured))),
+            tag("div", tag("h3", "Recorded"), words_list(time_words(measured))),
             class_="pair",
         )
     return section(
@@ -203,11 +142,7 @@ def _legend(predicted: Chart, measured: Chart | None) -> Html:
         entries.append(("waiting", "waits for others"))
     if IDLE in seen:
         entries.append(("idle", "nothing recorded"))
-    return tag("ul", *(tag("li", _swatch(kind), words) for kind, words in entries), class_="legend")
-
-
-def _swatch(kind: str) -> Html:
-    return tag("svg", tag("rect", class_=kind, width="100%", height="100%"), class_="swatch", aria_hidden="true")
+    return tag("ul", *(tag("li", swatch(kind), words) for kind, words in entries), class_="legend")
 
 
 def _spent(chart: Chart, title: str) -> Html:
@@ -221,10 +156,10 @@ def _spent(chart: Chart, title: str) -> Html:
         parts += [*zip((BLOCKED, EXPOSED, WAITING, IDLE), stills, strict=True)]
         numbers = (compute, strip.seconds(BLOCKED), strip.seconds(EXPOSED), strip.seconds(WAITING, IDLE))
         cells = [
-            _cell(join([seconds_text(s), tag("small", percent(s / chart.step_s if chart.step_s else 0.0))]), name)
+            cell(join([seconds_text(s), tag("small", percent(s / chart.step_s if chart.step_s else 0.0))]), name)
             for name, s in zip(("computes", "sends", "not hidden", "waits"), numbers, strict=True)
         ]
-        rows.append(_row(strip.label, tag("td", bar(parts, chart.step_s), class_="wide", role="cell"), *cells))
+        rows.append(row_of(strip.label, tag("td", bar(parts, chart.step_s), class_="wide", role="cell"), *cells))
     heads = (
         f"{title} step {seconds_text(chart.step_s)}",
         "",
@@ -233,7 +168,7 @@ def _spent(chart: Chart, title: str) -> Html:
         ">sends, not hidden",
         ">waits",
     )
-    return _table(heads, rows, label=f"Where the time goes, {title}", class_="spent")
+    return table(heads, rows, label=f"Where the time goes, {title}", class_="spent")
 
 
 # Devices
@@ -255,18 +190,18 @@ def devices_section(plan: Plan) -> Html:
             if row.memory_bytes > row.limit_bytes:
                 parts = [("over", row.memory_bytes)]
             held = f"{bytes_text(row.memory_bytes)} of {bytes_text(row.limit_bytes)}"
-            cells.append(_cell(join([bar(parts, largest), tag("span", held)]), "memory", "meter"))
+            cells.append(cell(join([bar(parts, largest), tag("span", held)]), "memory", "meter"))
         else:
             parts = [("room", row.limit_bytes)]
-            cells.append(_cell(join([bar(parts, largest), tag("span", "left out")]), "memory", "meter"))
-        told.append(_row(label, *cells, class_="" if row.shares else "left-out"))
+            cells.append(cell(join([bar(parts, largest), tag("span", "left out")]), "memory", "meter"))
+        told.append(row_of(label, *cells, class_="" if row.shares else "left-out"))
     heads = ("device", *(f"{'share of the ' if by == 'work' else ''}{by}" for by in names), "memory, of its limit")
     sentences = [*share_words(plan), memory_words(plan)]
     return section(
         "devices",
         "Who does how much",
-        _words(sentences),
-        _table(heads, told, label="Shares and memory of the devices", class_="devices"),
+        words_list(sentences),
+        table(heads, told, label="Shares and memory of the devices", class_="devices"),
         tag("p", f"The line across a share is an equal one, {percent(fair)}.", class_="hint"),
         _segments(plan, rows, labels),
         _stored(plan),
@@ -275,9 +210,9 @@ def devices_section(plan: Plan) -> Html:
 
 def _share_cell(share: float | None, by: str, most: float, fair: float) -> Html:
     if share is None:
-        return _cell("–", by, "meter")
+        return cell("–", by, "meter")
     drawn = bar([(f"share-{by}", share)], most, marks=[fair] if fair <= most else [])
-    return _cell(join([drawn, tag("span", f"{share * 100:.2f} %")]), by, "meter")
+    return cell(join([drawn, tag("span", f"{share * 100:.2f} %")]), by, "meter")
 
 
 def _segments(plan: Plan, rows: Sequence[DeviceRow], labels: Sequence[str]) -> Html | None:
@@ -289,8 +224,8 @@ def _segments(plan: Plan, rows: Sequence[DeviceRow], labels: Sequence[str]) -> H
         words = f"{part.name}: {part.steps:,} {plural('step', part.steps)} of {', '.join(part.modules) or 'no module'}"
         shares = [(label, dict(row.shares).get(part.name)) for label, row in zip(labels, rows, strict=True)]
         most = max((share for _, share in shares if share is not None), default=1.0)
-        told = [_row(label, _share_cell(share, "work", most, 2.0)) for label, share in shares]
-        inside += [tag("p", words), _table(("device", "share"), told, label=f"Shares of {part.name}", class_="devices")]
+        told = [row_of(label, _share_cell(share, "work", most, 2.0)) for label, share in shares]
+        inside += [tag("p", words), table(("device", "share"), told, label=f"Shares of {part.name}", class_="devices")]
     summary = (
         f"{len(parts)} {'part of the model has' if len(parts) == 1 else 'parts of the model have'} shares of their own"
     )
@@ -307,9 +242,9 @@ def _stored(plan: Plan) -> Html | None:
     if not whole:
         return None
     found = sorted(sizes.items(), key=lambda pair: -sum(pair[1]))
-    parts = [(f"chip-{_place_class(placement)}", float(sum(held))) for placement, held in found]
+    parts = [(f"chip-{place_class(placement)}", float(sum(held))) for placement, held in found]
     items = [
-        tag("li", _chip(placement), f" {_stored_words(placement)}: {len(held):,} with {bytes_text(sum(held))}")
+        tag("li", chip(placement), f" {_stored_words(placement)}: {len(held):,} with {bytes_text(sum(held))}")
         for placement, held in found
     ]
     label = ", ".join(f"{placement} {bytes_text(sum(held))}" for placement, held in found)
@@ -338,22 +273,22 @@ def classics_section(plan: Plan) -> Html | None:
     fits = [b.step_s for b in plan.baselines if b.fits and math.isfinite(b.step_s)]
     most = max(plan.step_s, *fits) if fits else plan.step_s
     rows = [
-        _row(
+        row_of(
             "this plan",
-            _cell(bar([("ours", plan.step_s)], most), class_="wide"),
-            _cell(seconds_text(plan.step_s), "step"),
-            _cell("", "slower"),
+            cell(bar([("ours", plan.step_s)], most), class_="wide"),
+            cell(seconds_text(plan.step_s), "step"),
+            cell("", "slower"),
             class_="this",
         )
     ]
     for b in sorted(plan.baselines, key=lambda b: (not b.fits, b.step_s)):
         runs = b.fits and math.isfinite(b.step_s)
         rows.append(
-            _row(
+            row_of(
                 b.name,
-                _cell(join([bar([("theirs", b.step_s if runs else 0.0)], most), tag("small", b.about)]), class_="wide"),
-                _cell(seconds_text(b.step_s) if runs else "does not fit", "step"),
-                _cell(times(b.step_s / plan.step_s) if runs and plan.step_s else "", "speed-up"),
+                cell(join([bar([("theirs", b.step_s if runs else 0.0)], most), tag("small", b.about)]), class_="wide"),
+                cell(seconds_text(b.step_s) if runs else "does not fit", "step"),
+                cell(times(b.step_s / plan.step_s) if runs and plan.step_s else "", "speed-up"),
                 class_="" if runs else "left-out",
             )
         )
@@ -365,7 +300,7 @@ def classics_section(plan: Plan) -> Html | None:
             "The same model on the same cluster by strategies that need no planner, all predicted alike.",
             class_="words",
         ),
-        _table(
+        table(
             ("strategy", "", ">step", ">speed-up"),
             rows,
             label="Predicted steps of classic strategies",
@@ -390,201 +325,19 @@ def worth_section(plan: Plan) -> Html | None:
         more = max(without_s - plan.step_s, 0.0) if known else 0.0
         parts = [("theirs", min(plan.step_s, without_s)), ("more", more)] if known else [("needed", most)]
         told.append(
-            _row(
+            row_of(
                 label,
-                _cell(bar(parts, most, marks=[plan.step_s]), class_="wide"),
-                _cell(worth_text(plan.step_s, without_s), "without one"),
+                cell(bar(parts, most, marks=[plan.step_s]), class_="wide"),
+                cell(worth_text(plan.step_s, without_s), "without one"),
             )
         )
     return section(
         "worth",
         "What each device is worth",
-        _words(worth_words(plan)),
-        _table(("without one", "", ">step"), told, label="The step without one device or node", class_="worth"),
+        words_list(worth_words(plan)),
+        table(("without one", "", ">step"), told, label="The step without one device or node", class_="worth"),
         tag("p", f"The line is the step with all of them, {seconds_text(plan.step_s)}.", class_="hint"),
     )
-
-
-# Program
-
-_PLACEMENT = re.compile(
-    r"(?<=[:→,] )(?:[IRP]|S\d+(?:x\d+)?(?:/\d+)?(?:@\w+)?)(?=[→,)\s]|$)|(?<=→)(?:[IRP]|S\d+(?:x\d+)?(?:/\d+)?(?:@\w+)?)"
-)
-
-
-def _place_class(placement: str) -> str:
-    if not placement.startswith("S"):
-        return placement
-    dim = re.sub(r"[^0-9].*", "", placement[1:])
-    return f"S{min(int(dim), 3)}" + ("-by" if "@" in placement else "")
-
-
-def _chip(placement: str) -> Html:
-    return tag("i", placement, class_=f"chip chip-{_place_class(placement)}")
-
-
-def coloured(words: str) -> Html:
-    """A line of the program with its placements as chips."""
-    parts: list[str] = []
-    position = 0
-    for match in _PLACEMENT.finditer(words):
-        parts += [words[position : match.start()], _chip(match[0])]
-        position = match.end()
-    # Long calls break between operands, not between a name and its placement.
-    return Html("".join(text(part) for part in [*parts, words[position:]]))
-
-
-def program_section(plan: Plan) -> Html:
-    rows = listing(plan)
-    most = max((row.times * (row.compute_s + row.blocking_s) for row in rows if not row.repeats), default=0.0)
-    free = sum(row.times for row in rows if row.is_free)
-    inside: list[Html] = []
-    plain: list[Html] = []
-    waiting: tuple[Row, list[Html]] | None = None
-    for row in rows:
-        if row.repeats:
-            if plain:
-                inside.append(_steps(plain, "Steps"))
-                plain = []
-            waiting = (row, [])
-            continue
-        if waiting is None:
-            plain.append(_step(row, most))
-            continue
-        waiting[1].append(_step(row, most))
-        if len(waiting[1]) == waiting[0].rows:
-            inside.append(_layer(*waiting, plan.step_s))
-            waiting = None
-    if plain:
-        inside.append(_steps(plain, "Steps"))
-    legend = tag(
-        "ul",
-        tag("li", _chip("S0"), " cut along dim 0"),
-        tag("li", _chip("S1"), " along dim 1, and so on"),
-        tag("li", _chip("S0@state"), " cut by other shares than those of the work"),
-        tag("li", _chip("I"), " whole and the same everywhere"),
-        tag("li", _chip("R"), " whole, gradients differ"),
-        tag("li", _chip("P"), " parts of a sum"),
-        class_="legend",
-    )
-    toggle = None
-    if free:
-        box = tag("input", type="checkbox", id="free")
-        toggle = tag(
-            "label", box, f" also show {free} {plural('step', free)} that take no time, such as views", class_="toggle"
-        )
-    return section(
-        "program",
-        "The program",
-        tag(
-            "p",
-            "Every op, with how its operands are placed and what it gives; → is a conversion. Layers that repeat are "
-            "shown once. Seconds are those of one execution, forward and backward; bars are those of all, ",
-            _swatch("bwd"),
-            " computed and ",
-            _swatch("blocked"),
-            " sent while everyone waits.",
-            class_="words",
-        ),
-        legend,
-        toggle,
-        *inside,
-    )
-
-
-def _steps(rows: Sequence[Html], label: str) -> Html:
-    heads = ("step", "", ">compute", ">blocks", ">hides", "sends")
-    return _table(heads, rows, label=label, class_="program")
-
-
-def _step(row: Row, most: float) -> Html:
-    drawn = bar([("bwd", row.times * row.compute_s), ("blocked", row.times * row.blocking_s)], most)
-    sends = "; ".join(f"{send.collective} by {send.implementation}" for send in row.sends)
-    cells = [
-        tag("th", coloured(row.text), scope="row", role="rowheader", title=row.module or None),
-        _cell(drawn, class_="wide"),
-        *(
-            _cell(seconds_text(seconds) if seconds > 1e-12 else "", name)
-            for name, seconds in (("compute", row.compute_s), ("blocks", row.blocking_s), ("hides", row.hiding_s))
-        ),
-        _cell(sends, "sends", "sends"),
-    ]
-    return tag("tr", *cells, class_="free" if row.is_free else None, role="row")
-
-
-def _layer(head: Row, rows: Sequence[Html], step_s: float) -> Html:
-    told = [f"compute {seconds_text(head.compute_s)}"]
-    if head.blocking_s > 0:
-        told.append(f"blocks {seconds_text(head.blocking_s)}")
-    if head.hiding_s > 0:
-        told.append(f"hides {seconds_text(head.hiding_s)}")
-    whole = head.repeats * (head.compute_s + head.blocking_s)
-    part = f"; {percent(whole / step_s)} of the step in all" if step_s else ""
-    summary = tag("summary", tag("b", head.text), f" × {head.repeats} ", tag("span", f"each: {', '.join(told)}{part}"))
-    return tag("details", summary, _steps(rows, f"Steps of {head.text}"), open=True, class_="layer")
-
-
-# Run
-
-
-def run_section(run: Run) -> Html:
-    """Line by line what was predicted and what was measured, under what it is about."""
-    found = confront(run)
-    step = found.step
-    sentences = [
-        f"The median of {len(run.timed_s):,} {plural('step', len(run.timed_s))} took {seconds_text(step.measured)}, "
-        f"and {seconds_text(step.predicted)} were predicted: {error_text(step.error)}, "
-        f"while measured steps scatter by ± {percent(found.noise)}."
-    ]
-    whose, worst = found.worst
-    if run.devices[0].recorded:
-        part = abs(worst.predicted - worst.measured) / step.measured if step.measured else 0.0
-        name = worst.what if whose == NETWORK else f"{worst.what} on {whose}"
-        said = "taken to be free" if worst.what in FREE else error_text(worst.error)
-        sentences.append(f"Most of it is due to {name}: {said}, {percent(part)} of the step.")
-    tables = [
-        ("all it computes", found.busy, seconds_text),
-        ("op, all devices together", found.classes, seconds_text),
-        ("collective", found.collectives, seconds_text),
-        ("peak of memory", found.memory, bytes_text),
-    ]
-    hardware = ", ".join(dict.fromkeys(device.hardware for device in run.devices if device.hardware))
-    return section(
-        "run",
-        "Predicted against measured",
-        _words(sentences),
-        tag("div", steps_plot(run.timed_s, step.predicted), class_="steps-box"),
-        tag("p", "A dot for each step that was timed; the line is the prediction.", class_="hint"),
-        *(_confronted(title, lines, said) for title, lines, said in tables if lines),
-        tag(
-            "p",
-            _swatch("foreseen"),
-            " predicted, ",
-            _swatch("found"),
-            f" measured: {run.model}, with torch {run.torch}{f' on {hardware}' if hardware else ''}.",
-            class_="hint",
-        ),
-    )
-
-
-def _confronted(title: str, lines: Sequence[Line], said: Callable[[float], str]) -> Html:
-    most = max(max(line.predicted, line.measured) for line in lines)
-    rows = []
-    for line in lines:
-        drawn = join([bar([("foreseen", line.predicted)], most), bar([("found", line.measured)], most)])
-        words = ("much", "little") if said is bytes_text else ("long", "short")
-        off = "taken to be free" if line.what in FREE else error_text(line.error, *words)
-        rows.append(
-            _row(
-                f"{line.what} × {line.times}" if line.times > 1 else line.what,
-                _cell(drawn, class_="wide two"),
-                _cell(said(line.predicted), "predicted"),
-                _cell(said(line.measured), "measured"),
-                _cell(off, "", "off"),
-            )
-        )
-    heads = (title, "", ">predicted", ">measured", "the prediction is")
-    return _table(heads, rows, label=f"Predicted and measured: {title}", class_="against")
 
 
 # About
@@ -596,12 +349,12 @@ def about_section(plan: Plan) -> Html:
         speeds = ", ".join(f"{speed / 1e12:.3g} TFLOP/s in {dtype}" for dtype, speed in kind.flops_per_s)
         where = f"{kind.devices} in {kind.nodes} {plural('node', kind.nodes)} {kind.node}"
         kinds.append(
-            _row(
+            row_of(
                 kind.name,
-                _cell(where, "where", "left"),
-                _cell(speeds, "speed", "left"),
-                _cell(f"{kind.bytes_per_s / 1e9:,.0f} GB/s", "memory moves"),
-                _cell(bytes_text(kind.memory_bytes), "memory"),
+                cell(where, "where", "left"),
+                cell(speeds, "speed", "left"),
+                cell(f"{kind.bytes_per_s / 1e9:,.0f} GB/s", "memory moves"),
+                cell(bytes_text(kind.memory_bytes), "memory"),
             )
         )
     within, between = plan.cluster.within, plan.cluster.between
@@ -617,7 +370,7 @@ def about_section(plan: Plan) -> Html:
         tag("p", " ".join(f"{line.strip().rstrip('.')}." for line in search_lines(plan)), class_="words"),
         tag("details", tag("summary", "What was tried"), tag("ul", *(tag("li", each) for each in plan.search.rounds))),
         tag("h3", "The cluster"),
-        _table(("kind", "where", "speed", ">moves", ">memory"), kinds, label="Kinds of devices", class_="kinds"),
+        table(("kind", "where", "speed", ">moves", ">memory"), kinds, label="Kinds of devices", class_="kinds"),
         tag("p", plan.cluster.about, class_="hint") if plan.cluster.about else None,
         tag("p", f"{links}. Inputs: {inputs}. Optimizer: {plan.optimizer}. Fingerprints: {prints}.", class_="hint"),
     )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -184,8 +184,8 @@ class Recorder:
     def _seconds(self, stamp: Stamp) -> float:
         if isinstance(stamp, float):
             return stamp
-        assert isinstance(self._zero, torch.cuda.Event)
-        return self._zero_s + float(self._zero.elapsed_time(stamp)) / 1000
+        # Stamps are of one sort: those of a stream are counted from one of that stream.
+        return self._zero_s + float(cast(torch.cuda.Event, self._zero).elapsed_time(stamp)) / 1000
 
 
 def _span(lane: str, what: str, start_s: float, end_s: float) -> Span:

@@ -16,7 +16,7 @@ from lopsided.capture import capture
 from lopsided.classics import data_parallel, stored_cut
 from lopsided.cluster import Cluster, Kind, Link, load_cluster
 from lopsided.cost import Scale, optimizer_named
-from lopsided.errors import DoesNotFitError, InputError
+from lopsided.errors import DoesNotFitError, InputError, PlanError
 from lopsided.graph import Graph
 from lopsided.models import load
 from lopsided.placement import I, S, Shares
@@ -382,3 +382,27 @@ def test_on_a_part_of_the_cluster_data_parallelism_there_is_compared_as_well(dee
     assert made.devices == ("n/d0-1", "n/d1-1")
     part = next(b for b in made.baselines if b.name == "dp-part")
     assert made.step_s <= part.step_s < next(b for b in made.baselines if b.name == "dp-ev").step_s
+
+
+def test_a_plan_that_is_known_is_never_beaten_by_a_slower_one(wide: Graph) -> None:
+    on = cluster(4, 2, 1)
+    first = plan_graph(wide, on)
+    # The clock said otherwise: the first device is half as fast, the network twice.
+    corrected = replace(
+        on,
+        kinds=tuple(replace(k, flops_per_s=(("f32", k.speed / (2 if n == 0 else 1)),)) for n, k in enumerate(on.kinds)),
+        within=replace(on.within, bytes_per_s=2 * on.within.bytes_per_s),
+    )
+    part = corrected
+    for device in corrected.device_names:
+        part = part if device in first.devices else part.without_device(device)
+    now_s, *_ = predict(first.program, first.shares, part, first.optimizer, first.regather)
+    again = plan_graph(wide, corrected, known=[first])
+    assert again.step_s <= now_s * (1 + 1e-9)
+    # With no time to search, it is what is known.
+    hurried = plan_graph(wide, on, time_limit_s=0, known=[first])
+    assert hurried.step_s <= first.step_s * (1 + 1e-9)
+    with pytest.raises(PlanError, match="another model"):
+        plan_graph(capture(*load("mlp")), on, known=[first])
+    with pytest.raises(PlanError, match="does not have it"):
+        plan_graph(wide, cluster(4), known=[plan_graph(wide, on, pins=["*=I"])])

@@ -15,7 +15,8 @@ from lopsided.listing import bytes_text, listing, seconds_text
 from lopsided.report import figures, report_html
 from lopsided.report.figures import ticks, timeline
 from lopsided.report.markup import Html, data, tag, text
-from lopsided.report.sections import coloured, flowing
+from lopsided.report.parts import flowing
+from lopsided.report.program import coloured
 
 EMPTY = {"meta", "rect", "line", "col", "input", "path", "br"}
 
