@@ -179,6 +179,7 @@ class _DeepSpeed(_OwnRows):
             "zero_optimization": {"stage": entry.stage, "memory_efficient_linear": False},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,  # nobody else clips; its default is 1
             "steps_per_print": 10**9,
         }
         engine: Any = deepspeed.initialize(

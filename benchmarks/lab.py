@@ -135,6 +135,11 @@ class Lab:
         self.spec, self.name, self.seats, self.folder = spec, name, seats, folder
         self._runs = 0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether hosts have their shares and links, and not just cores."""
+        return self.spec.kind == "gpu" or self.seats[0].netns != "-"
+
     def run(
         self,
         script: Sequence[str],
@@ -427,7 +432,8 @@ def _remove(name: str) -> None:
     try:
         root, _ = lab_cgroup.root()
         if root is not None:
-            lab_cgroup.remove(root / name)
+            with contextlib.suppress(OSError):  # a process that cannot be killed yet; the rest goes all the same
+                lab_cgroup.remove(root / name)
         _stop_relay(name)
         for netns in _entries(NETNS):
             if netns.startswith(f"{name}-"):

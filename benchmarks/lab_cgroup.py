@@ -64,9 +64,11 @@ def kill(group: Path) -> None:
         inside = (group / "cgroup.procs").read_text().split()
         if not inside:
             return
-        for line in inside:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(line), signal.SIGKILL)
+        for pid in map(int, inside):
+            # 0 is a process that this one cannot see; to kill it would kill all of this one's group.
+            if pid > 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
 
 

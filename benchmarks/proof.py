@@ -194,7 +194,11 @@ def race_rank(task: Race, folder: Path) -> None:
         if not _everyone(time.perf_counter() < until):
             break
         for name in shuffle.sample(list(entered), len(entered)):
-            taken, stood, _ = _steps(name, entered[name], pace.steps, device, losses[name])
+            taken, stood, trouble = _steps(name, entered[name], pace.steps, device, losses[name])
+            if trouble:
+                unavailable[name] = trouble
+                del entered[name]
+                continue
             seconds[name].append(taken)
             waited[name].append(stood)
     told = {
@@ -431,7 +435,7 @@ def _off(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
 
 def _are_same(losses: Sequence[float], reference: Sequence[float], subject: Subject) -> bool:
     off = _off(losses, reference)
-    if not all(map(math.isfinite, (*losses, *reference))):
+    if len(losses) != len(reference) or not all(map(math.isfinite, (*losses, *reference))):
         return False
     if subject.autocast:
         return bool(off) and max(off) <= SAME_UNDER_AUTOCAST
@@ -526,19 +530,25 @@ def main() -> None:
         additions_named(name.split("+"))
     some = ("dp-ev", HAP, OURS) if ablate else CONTESTANTS
     who = tuple(options.contestants.split(",")) if options.contestants else some
-    pace = Pace(options.measure, 1, options.rounds, options.steps, options.most)
+    # Two, since DistributedDataParallel makes its buckets anew in its second step.
+    pace = Pace(options.measure, 2, options.rounds, options.steps, options.most)
     if options.quick:
         pace = Pace(min(options.measure, 4.0), 1, 2, 1, 20.0)
     kind = "ablation" if ablate else "proof"
     path = record.RESULTS / (Path(options.output).name or f"{kind}-{spec.name}.json")
     rows: dict[str, Any] = json.loads(path.read_text())["models"] if path.is_file() and not options.quick else {}
+    unknown = [*({*wanted} - {one.name for one in listed}), *({*who} - {*CONTESTANTS})]
+    if unknown:
+        parser.error(f"there is no {', '.join(unknown)}")
     with build(spec) as lab:
+        if not lab.is_whole and not options.quick:
+            parser.error("hosts without shares and links prove nothing (is this root?); --quick tries the script")
         for subject in listed:
             if subject.name not in wanted:
                 continue
             row = race_in(lab, subject, who, partial(plans_for, subject, who, ablate), pace)
             print(said(spec.name, subject.name, row), flush=True)
-            rows[subject.name] = row
+            rows[subject.name] = {**row, "by": {**record.about(), "pace": asdict(pace), "contestants": list(who)}}
             if not options.quick:
                 # After each model, so that what was measured stays whatever comes.
                 about = {"lab": spec.name, "what": spec.about, "hosts": [asdict(host) for host in spec.hosts]}

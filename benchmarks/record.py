@@ -15,17 +15,21 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def write(name: str, results: dict[str, Any]) -> Path:
-    """Write `results/NAME.json`."""
+def about() -> dict[str, str]:
+    """Where results come from."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    about = {
+    return {
         "command": f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
         "commit": commit.stdout.strip() or "unknown",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
     }
+
+
+def write(name: str, results: dict[str, Any]) -> Path:
+    """Write `results/NAME.json`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"about": about, **results}, indent=1) + "\n")
+    path.write_text(json.dumps({"about": about(), **results}, indent=1) + "\n")
     return path

@@ -157,7 +157,8 @@ def beliefs(cluster: Cluster, without: frozenset[str]) -> tuple[Belief, ...]:
 def _believed(cluster: Cluster, *, flops_only: bool) -> Cluster:
     numbered = [replace(kind, source=str(number)) for number, kind in enumerate(cluster.kinds)]
     if flops_only:
-        numbered = [replace(kind, bytes_per_s=_ENDLESS_BYTES_PER_S, launch_s=0.0, measured=()) for kind in numbered]
+        nothing = {"bytes_per_s": _ENDLESS_BYTES_PER_S, "launch_s": 0.0, "measured": (), "drag": 0.0, "overhead_s": 0.0}
+        numbered = [replace(kind, **nothing) for kind in numbered]  # type: ignore[arg-type]
     return replace(cluster, kinds=tuple(numbered))
 
 

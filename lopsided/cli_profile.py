@@ -67,7 +67,7 @@ def profile_command(
     verbose: Verbose = False,
 ) -> None:
     """Measure devices and links, by torchrun on all machines or by itself on one, and write a cluster.toml."""
-    if output:
+    if output and is_first():
         check_writable(output, _CLUSTER_FILE)
     if from_run:
         _feed_back(from_run, output, as_json)

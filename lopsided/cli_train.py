@@ -35,7 +35,9 @@ def train_command(
     cluster: Annotated[str, typer.Option(help="Plan for this cluster; without a plan and a cluster, measure.")] = "",
     batch: Batch = None,
     steps: Annotated[int, typer.Option(help="Steps to train.", min=1)] = SKIPPED + TIMED + RECORDED,
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(MADE)}.")] = "adamw",
+    optimizer: Annotated[
+        str, typer.Option(help=f"One of {', '.join(MADE)}.", show_default="the plan's, or adamw")
+    ] = "",
     lr: Annotated[float, typer.Option(help="The learning rate.")] = 1e-3,
     processes: Annotated[
         int, typer.Option(help="Start so many on this machine; else as many as the plan has devices.", min=0)
@@ -51,7 +53,7 @@ def train_command(
 
     Under torchrun this process is one of several; by itself it starts one for each device of the plan.
     """
-    if report:
+    if report and os.environ.get("RANK", "0") == "0":
         check_writable(report, RUN_FILE)
     if plan and cluster:
         raise InputError("both a plan and a cluster are given", do="give --plan, or --cluster, or neither")
@@ -59,7 +61,6 @@ def train_command(
         wanted = processes or (load_plan(plan).on.devices if plan else 1)
         if wanted > 1:
             start_own(wanted, sys.argv[1:])
-    is_first = os.environ.get("RANK", "0") == "0"
     done = train(
         model,
         plan=plan or None,
@@ -71,7 +72,7 @@ def train_command(
         report=report or None,
         record=steps >= SKIPPED,
     )
-    if not is_first:
+    if not done.is_first:
         return
     found = confront(done.run) if done.run is not None else None
     if as_json:

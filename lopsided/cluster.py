@@ -152,13 +152,21 @@ class Cluster:
         object.__setattr__(self, "collectives", tuple(sorted(self.collectives, key=lambda entry: entry[:2])))
 
     def _check_pairs(self, where: str) -> None:
+        names = {*self.node_names} if self.pairs else set()
         for one, other, _ in self.pairs:
-            if one == other or not {one, other} <= {*self.node_names}:
+            if one == other or not {one, other} <= names:
                 raise ClusterError(
                     f"there is no link between nodes {shown(one)} and {shown(other)}",
                     where=where,
                     do=f"name two of {', '.join(map(shown, self.node_names[:8]))}",
                 )
+        single = {group[0].node for group in self._by_node.values() if group[0].nodes == 1}
+        if named := next((name for pair in self.pairs for name in pair[:2] if name not in single), None):
+            raise ClusterError(
+                f"node {shown(named)} has a link of its own, and is one of several of one name",
+                where=where,
+                do="give it an entry of its own under [[devices]]: those of one name are alike",
+            )
         if len({frozenset(pair[:2]) for pair in self.pairs}) < len(self.pairs):
             raise ClusterError("a link between two nodes is given twice", where=where, do="keep one of them")
 
@@ -299,7 +307,8 @@ class Cluster:
                 f"without {gone} no device is left", where=f"cluster {shown(self.name)}", do="keep at least one device"
             )
         left = Cluster(self.name, self.about, tuple(kinds), self.within, self.between, stretch=self.stretch)
-        pairs = tuple(pair for pair in self.pairs if {*pair[:2]} <= {*left.node_names})
+        names = {*left.node_names} if self.pairs else set()
+        pairs = tuple(pair for pair in self.pairs if {*pair[:2]} <= names)
         left = replace(left, pairs=pairs)
         # What was measured between nodes says nothing about the inside of one.
         if left.nodes == 1 < self.nodes:

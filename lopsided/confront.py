@@ -3,28 +3,34 @@
 In: a `Run`. Out: `Confrontation`: the step, every device, class of op and collective, and memory, each predicted and
 measured; how far off the step is, and which line is to blame most.
 
-Lines add up per device. A device computes ops (by class: the forward and backward seconds of all nodes with that op),
-updates parameters, and does what the plan takes to be free: it puts gradients into buckets, cuts and joins tensors, and
-stands between ops. The k-th collective is the same one on every device; the device that came last waited least, so the
-shortest of their times is what the collective itself took.
+Lines add up per device. A device computes ops (by class: the forward and backward seconds of all nodes with that op)
+and updates parameters. What lies around that has lines of its own: conversions (tensors cut, joined and packed to be
+sent) and what is between ops; where nobody measured them, a plan takes both to be free. What sending drags on computing
+is predicted as a line, and measured within the ops it drags on.
+
+The k-th collective is the same one on every device; the device that came last waited least, so the shortest of their
+times is what the collective itself took.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lopsided import timeline
+from lopsided.cluster import Cluster
 from lopsided.collectives import COLLECTIVES
-from lopsided.cost import Costs, Cut, optimizer_named
+from lopsided.cost import Costs, Cut, Scale, optimizer_named
 from lopsided.plan import Plan
 from lopsided.record import BUCKETS, COMPUTE, CONVERSIONS, NETWORK, OPTIMIZER, DeviceRun, Run, Span, StepRun
 from lopsided.schedule import Compute, Schedule, lay_out
 
 BETWEEN = "between ops"
-FREE = (BUCKETS, CONVERSIONS, BETWEEN)
-"""What a device does that a plan takes to cost nothing."""
+DRAG = "drag of sending"
+AROUND = (CONVERSIONS, BETWEEN)
+"""What lies around ops; free in a plan for devices of which it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class Confrontation:
     def worst(self) -> tuple[str, Line]:
         """The line that is off by most seconds, and whose it is."""
         lines = [(device, line) for device, row in zip(self.devices, self.computed, strict=True) for line in row]
+        lines = [pair for pair in lines if pair[1].what != DRAG]
         lines += [("network", line) for line in self.collectives]
         return max(lines, key=lambda pair: abs(pair[1].predicted - pair[1].measured))
 
@@ -84,9 +91,13 @@ def confront(run: Run) -> Confrontation:
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
     schedule = lay_out(plan.program, costs, regather=plan.regather)
+    bare = Costs(plan.graph, _without_overhead(plan.on), optimizer_named(plan.optimizer))
+    ops = lay_out(plan.program, bare, regather=plan.regather)
+    step = timeline.run(schedule, costs.network, Scale(plan.on, plan.shares))
     classes = {node.name: op_class(node.op) for node in plan.graph.nodes}
     computed = tuple(
-        tuple(_device_lines(schedule, plan, number, device, classes)) for number, device in enumerate(run.devices)
+        tuple(_device_lines(_Predicted(schedule, ops, step), plan, number, device, classes))
+        for number, device in enumerate(run.devices)
     )
     busy = tuple(
         Line(device.device, sum(line.predicted for line in row), sum(line.measured for line in row))
@@ -120,23 +131,56 @@ def op_class(op: str) -> str:
 # What devices compute
 
 
+@dataclass(frozen=True, slots=True)
+class _Predicted:
+    """The step as it was priced, the same without what lies around ops, and how it runs."""
+
+    schedule: Schedule
+    ops: Schedule
+    step: timeline.Timeline
+
+
+def _without_overhead(cluster: Cluster) -> Cluster:
+    return replace(cluster, kinds=tuple(replace(kind, overhead_s=0.0) for kind in cluster.kinds))
+
+
+def _computes(schedule: Schedule) -> list[Compute]:
+    return [item for item in (*schedule.forward, *schedule.backward) if isinstance(item, Compute)]
+
+
 def _device_lines(
-    schedule: Schedule, plan: Plan, number: int, device: DeviceRun, classes: dict[str, str]
+    told: _Predicted, plan: Plan, number: int, device: DeviceRun, classes: dict[str, str]
 ) -> Iterator[Line]:
     kind = next(k for k, (start, stop) in enumerate(plan.on.spans) if start <= number < stop)
     predicted: dict[str, float] = {}
     times: dict[str, int] = {}
-    for item in (*schedule.forward, *schedule.backward):
-        if isinstance(item, Compute):
-            what = classes[item.node]
-            predicted[what] = predicted.get(what, 0.0) + item.seconds[kind].at(fraction_of(plan, item.cut, number))
-            times[what] = times.get(what, 0) + 1
+    schedule = told.schedule
+
+    def seconds(item: Compute) -> float:
+        return item.seconds[kind].at(fraction_of(plan, item.cut, number))
+
+    for item in _computes(told.ops):
+        what = classes[item.node]
+        predicted[what] = predicted.get(what, 0.0) + seconds(item)
+        times[what] = times.get(what, 0) + 1
+    all_s, ops_s = sum(map(seconds, _computes(schedule))), sum(predicted.values())
+    predicted[BETWEEN] = min(plan.on.kinds[kind].overhead_s * len(_computes(schedule)), all_s - ops_s)
+    predicted[CONVERSIONS] = all_s - ops_s - predicted[BETWEEN]
+    # Of the largest device of its kind, as the simulation has it.
+    largest_s = sum(item.seconds[kind].at(f) for item, f in _largest(schedule, plan, kind))
+    if (drag := told.step.lanes[kind].compute_s - largest_s) > 1e-9:
+        predicted[DRAG] = drag
     predicted[OPTIMIZER] = sum(
         item.seconds[kind].at(fraction_of(plan, item.cut, number)) for item in schedule.optimizer
     )
     measured = measured_classes(device, classes)
     for what in {**predicted, **measured}:
         yield Line(what, predicted.get(what, 0.0), measured.get(what, 0.0), times.get(what, 1))
+
+
+def _largest(schedule: Schedule, plan: Plan, kind: int) -> Iterator[tuple[Compute, float]]:
+    scale = Scale(plan.on, plan.shares)
+    return ((item, scale.fractions(item.cut)[kind]) for item in _computes(schedule))
 
 
 def fraction_of(plan: Plan, cut: Cut | None, number: int) -> float:
@@ -154,7 +198,7 @@ def measured_classes(device: DeviceRun, classes: dict[str, str]) -> dict[str, fl
         totals: dict[str, float] = {}
         for span in step.spans:
             if span.lane == COMPUTE:
-                what = classes.get(span.what.removeprefix("∂"), span.what)
+                what = classes.get(span.what.removeprefix("∂"), CONVERSIONS if span.what == BUCKETS else span.what)
                 totals[what] = totals.get(what, 0.0) + span.seconds
         standing = sum(span.waited_s for span in step.spans if span.lane == NETWORK)
         totals[BETWEEN] = max(step.seconds - sum(totals.values()) - standing, 0.0)
@@ -207,12 +251,22 @@ def carried(run: Run) -> tuple[Carried, ...]:
 
 def _once(step: Sequence[StepRun]) -> list[tuple[Span, float]]:
     rows = [[span for span in one.spans if span.lane == NETWORK] for one in step]
-    taken = [_own_seconds(row) for row in rows]
+    taken = [own_seconds(row) for row in rows]
     together = zip(*rows, strict=False)
-    return [(same[0], min(row[k] for row in taken)) for k, same in enumerate(together)]
+    return [(of_all(same), min(row[k] for row in taken)) for k, same in enumerate(together)]
 
 
-def _own_seconds(spans: Sequence[Span]) -> list[float]:
+def of_all(same: Sequence[Span]) -> Span:
+    """One collective as all devices saw it. In an all_to_all each knows its own part only."""
+    first = same[0]
+    if first.collective != "all_to_all":
+        return first
+    mean = statistics.fmean(span.bytes for span in same)
+    most = max(span.bytes for span in same)
+    return replace(first, bytes=round(mean), largest=most / mean if mean else 1.0)
+
+
+def own_seconds(spans: Sequence[Span]) -> list[float]:
     """What each took by itself: one that was started while another was under way had to wait for that."""
     found, free = [], 0.0
     for span in spans:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lopsided.confront import FREE, Confrontation, Line
+from lopsided.confront import AROUND, DRAG, Confrontation, Line
 from lopsided.listing import bytes_text, seconds_text
 from lopsided.record import NETWORK
 
@@ -34,9 +34,18 @@ def confrontation_lines(found: Confrontation, *, full: bool = False) -> Iterator
     whose, worst = found.worst
     part = abs(worst.predicted - worst.measured) / step.measured if step.measured else 0.0
     name = worst.what if whose == NETWORK else f"{worst.what} on {whose}"
-    said = "not predicted at all" if worst.what in FREE else error_text(worst.error)
+    said = verdict(worst)
     yield ""
     yield f"worst line  {name}: {said}, {part:.0%} of the step"
+
+
+def verdict(line: Line, *, of_bytes: bool = False) -> str:
+    """What is to be said of a prediction."""
+    if line.what in AROUND and not line.predicted:
+        return "taken to be free"
+    if line.what == DRAG:
+        return "measured within the ops"
+    return error_text(line.error, *(("much", "little") if of_bytes else ("long", "short")))
 
 
 def error_text(error: float, more: str = "long", less: str = "short") -> str:
@@ -61,9 +70,7 @@ def _table(head: str, lines: Sequence[Line], *, of_bytes: bool = False) -> Itera
     shown = bytes_text if of_bytes else seconds_text
     rows = [(head, "times", "predicted", "measured", "prediction")]
     for line in lines:
-        free = line.what in FREE
-        words = ("much", "little") if of_bytes else ("long", "short")
-        said = "taken to be free" if free else error_text(line.error, *words)
+        said = verdict(line, of_bytes=of_bytes)
         times = str(line.times) if line.times > 1 else ""
         rows.append((line.what, times, shown(line.predicted), shown(line.measured), said))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -256,8 +256,8 @@ class Costs:
         self.network = Network(cluster)
         self.reruns = reruns(graph)
         self.overheads = tuple(kind.overhead_s for kind in cluster.kinds)
-        # Seconds a byte that is sent is read and written once more, to lie beside others or in its place. A device whose
-        # process only gives orders (a GPU) does that at a speed at which it does not count.
+        # Seconds in which a byte that is sent is read and written once more, to lie beside others or in its place. A
+        # device whose process only gives orders (a GPU) does that at a speed at which it does not count.
         self.packing = tuple(2 / kind.bytes_per_s if kind.overhead_s else 0.0 for kind in cluster.kinds)
         self._total: dict[str, float] = {}  # FLOP/s of all devices together, by dtype
         self._tables: tuple[dict[str, Measured], ...] = tuple({m.call: m for m in k.measured} for k in cluster.kinds)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from lopsided.cluster import MEASURABLE, Cluster
 from lopsided.collectives import COLLECTIVES, Network, Way
-from lopsided.confront import fraction_of, median_by_node
+from lopsided.confront import fraction_of, median_by_node, of_all, own_seconds
 from lopsided.cost import Affine, Costs, optimizer_named, update_call
 from lopsided.devices import Kind, Link, Measured, Points
 from lopsided.record import NETWORK, OPTIMIZER, Run, Span
@@ -62,15 +62,23 @@ def learnt(run: Run) -> Fed:
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
     schedule = lay_out(plan.program, costs, regather=plan.regather)
     corrections: list[Correction] = []
-    tables: dict[str, tuple[Measured, ...]] = {}
+    tables: dict[tuple[str, str], tuple[Measured, ...]] = {}
+    alike: dict[str, tuple[Measured, ...]] = {}  # for devices that the plan left out
     for number, kind in enumerate(plan.on.kinds):
         calls = [*_calls(run, costs, schedule, number)]
         table, told = _table(kind, calls, plan.optimizer)
-        tables[kind.likeness] = table
+        tables[kind.node, kind.name] = alike[kind.likeness] = table
         corrections += told
     ways = [*_ways(run, costs.network)] if plan.on.devices > 1 else []
-    corrections += [Correction("", f"{way.collective}, {way.implementation}", was, now) for way, was, now in ways]
-    kinds = tuple(replace(kind, measured=tables.get(kind.likeness, kind.measured)) for kind in plan.cluster.kinds)
+    corrections += [
+        Correction("", f"{way.collective}, {way.implementation}", was, now)
+        for way, was, now in ways
+        if way.implementation in MEASURABLE.get(way.collective, ())
+    ]
+    kinds = tuple(
+        replace(kind, measured=tables.get((kind.node, kind.name), alike.get(kind.likeness, kind.measured)))
+        for kind in plan.cluster.kinds
+    )
     collectives = _collectives(plan.cluster, ways)
     cluster = replace(plan.cluster, kinds=kinds, collectives=collectives, about=_about(plan.cluster, run))
     return Fed(cluster, tuple(corrections))
@@ -188,9 +196,9 @@ def _ways(run: Run, network: Network) -> Iterator[tuple[Way, float, float]]:
     steps = [*zip(*(device.recorded for device in run.devices), strict=False)]
     for step in steps:
         rows = [[span for span in one.spans if span.lane == NETWORK] for one in step]
-        takes = [_own_seconds(row) for row in rows]
+        takes = [own_seconds(row) for row in rows]
         for k, same in enumerate(zip(*rows, strict=False)):
-            span = same[0]
+            span = of_all(same)
             way = _way(network, span)
             if way is None:
                 continue
@@ -211,15 +219,6 @@ def _way(network: Network, span: Span) -> Way | None:
     if span.collective not in COLLECTIVES:
         return None
     return next((way for way in network.ways(span.collective) if way.implementation == span.way), None)
-
-
-def _own_seconds(spans: Sequence[Span]) -> list[float]:
-    """What each took by itself: one that was started while another was under way had to wait for that."""
-    found, free = [], 0.0
-    for span in spans:
-        found.append(max(span.end_s - max(span.start_s, free), 0.0))
-        free = max(free, span.end_s)
-    return found
 
 
 def _collectives(cluster: Cluster, ways: Sequence[tuple[Way, float, float]]) -> tuple[tuple[str, str, Link], ...]:

@@ -208,7 +208,8 @@ def parse_fields(text: str, where: str, kind: FileKind) -> Fields:
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            twice = next(key for k, (key, _) in enumerate(pairs) if key in dict(pairs[:k]))
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise refuse(f"{shown(twice)} is given twice")
         return found
 

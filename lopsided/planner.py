@@ -182,7 +182,7 @@ def _judge_known(shop: Workshop, known: Plan, cluster: Cluster) -> None:
     if known.graph.fingerprint != shop.graph.fingerprint:
         raise PlanError("a plan that should compete is for another model or batch", do="give a plan of the same model")
     on = cluster
-    for device in cluster.device_names:
+    for device in reversed(cluster.device_names):  # the last first: those left of its kind are counted anew
         if device not in known.devices:
             on = on.without_device(device)
     if on.device_names != known.devices:

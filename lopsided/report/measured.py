@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lopsided.confront import FREE, Line, confront
-from lopsided.confronttext import error_text
+from lopsided.confront import Line, confront
+from lopsided.confronttext import error_text, verdict
 from lopsided.listing import bytes_text, seconds_text
 from lopsided.plantext import plural
 from lopsided.record import NETWORK, Run
@@ -31,7 +31,7 @@ def run_section(run: Run) -> Html:
     if run.devices[0].recorded:
         part = abs(worst.predicted - worst.measured) / step.measured if step.measured else 0.0
         name = worst.what if whose == NETWORK else f"{worst.what} on {whose}"
-        said = "taken to be free" if worst.what in FREE else error_text(worst.error)
+        said = verdict(worst)
         sentences.append(f"Most of it is due to {name}: {said}, {percent(part)} of the step.")
     tables = [
         ("all it computes", found.busy, seconds_text),
@@ -63,8 +63,7 @@ def _confronted(title: str, lines: Sequence[Line], said: Callable[[float], str])
     rows = []
     for line in lines:
         drawn = join([bar([("foreseen", line.predicted)], most), bar([("found", line.measured)], most)])
-        words = ("much", "little") if said is bytes_text else ("long", "short")
-        off = "taken to be free" if line.what in FREE else error_text(line.error, *words)
+        off = verdict(line, of_bytes=said is bytes_text)
         rows.append(
             row_of(
                 f"{line.what} × {line.times}" if line.times > 1 else line.what,

@@ -23,10 +23,17 @@ Run = Callable[[Lane, Tensor, Tensor], Flight]
 class Crossing:
     """One trip. `arrived` gets the event behind which the target is filled, or the error."""
 
-    __slots__ = ("arrived", "ready", "run", "source", "target")
+    __slots__ = ("arrived", "begins", "ready", "run", "source", "target")
 
-    def __init__(self, run: Run, source: Tensor, target: Tensor, ready: torch.cuda.Event) -> None:
-        self.run, self.source, self.target, self.ready = run, source, target, ready
+    def __init__(
+        self,
+        run: Run,
+        source: Tensor,
+        target: Tensor,
+        ready: torch.cuda.Event,
+        begins: Callable[[], object] | None = None,
+    ) -> None:
+        self.run, self.source, self.target, self.ready, self.begins = run, source, target, ready, begins
         self.arrived: Future[torch.cuda.Event] = Future()
 
     def wait(self) -> None:
@@ -45,11 +52,11 @@ class Ferry:
         threading.Thread(target=_sail, args=args, name="lopsided-ferry", daemon=True).start()
         weakref.finalize(self, self._queue.put, None)
 
-    def cross(self, run: Run, source: Tensor, target: Tensor) -> Crossing:
-        """Where `target` is `source`, the collective runs in place."""
+    def cross(self, run: Run, source: Tensor, target: Tensor, begins: Callable[[], object] | None = None) -> Crossing:
+        """Where `target` is `source`, the collective runs in place. `begins` is called when the source is computed."""
         # Behind this event the source is computed, and whoever had the target's memory before has finished with it.
         ready = torch.cuda.current_stream(self._device).record_event()
-        crossing = Crossing(run, source, target, ready)
+        crossing = Crossing(run, source, target, ready, begins)
         self._queue.put(crossing)
         return crossing
 
@@ -68,6 +75,9 @@ def _sail(queue: SimpleQueue[Crossing | None], lane: Lane, stream: torch.cuda.St
 
 def _carry(crossing: Crossing, lane: Lane, stream: torch.cuda.Stream) -> torch.cuda.Event:
     source, target = crossing.source, crossing.target
+    if crossing.begins is not None:
+        crossing.ready.synchronize()
+        crossing.begins()
     stream.wait_event(crossing.ready)
     here = lane.empty(source.numel(), source.dtype)
     here.copy_(source, non_blocking=True)

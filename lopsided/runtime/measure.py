@@ -33,6 +33,7 @@ from lopsided.runtime.measure_kinds import (
     Found,
     Seat,
     Turns,
+    chip_of,
     kinds_of,
     memory_of,
     node_names,
@@ -196,7 +197,7 @@ def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _backend(seats: Sequence[Seat]) -> str:
     """What training will talk over: NCCL where every process has a GPU of its own, gloo otherwise."""
-    gpus = {(seat.host, seat.boot, seat.gpu) for seat in seats if seat.gpu}
+    gpus = {chip_of(seat) for seat in seats if seat.gpu}
     return "nccl" if len(gpus) == len(seats) and dist.is_nccl_available() else "gloo"
 
 

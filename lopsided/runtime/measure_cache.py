@@ -47,6 +47,9 @@ _LOOKS = 5
 _SPEED_OFF, _LINK_OFF = 1.4, 2.0  # times as fast or as slow: not the same hardware any more
 _MORE = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
+_MEASURED_AS = 1
+"""Raised when what is measured changes: what was remembered before says nothing then."""
+
 
 def cache_folder() -> Path | None:
     """Where measurements are kept; None where they are not."""
@@ -75,7 +78,7 @@ def measure_once(
         facts = council.hear((_facts(device), folder is not None))
         if not all(is_on for _, is_on in cast(list[tuple[object, bool]], facts)):
             return measure(graph, device, group, optimizers=optimizers, budget_s=budget_s, progress=progress)
-        name = digest([list(facts), torch.__version__, graph.fingerprint, list(optimizers), budget_s])
+        name = digest([_MEASURED_AS, list(facts), torch.__version__, graph.fingerprint, list(optimizers), budget_s])
         # Rank 0's file: the others' homes may be other ones.
         text, *_ = council.hear(read(folder, name) if folder is not None else "")
         found = _parsed(cast(str, text))

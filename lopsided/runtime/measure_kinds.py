@@ -174,9 +174,14 @@ def _mean_flops(speeds: Sequence[Speeds]) -> tuple[tuple[str, float], ...]:
     return tuple((dtype, statistics.fmean(dict(one.flops_per_s)[dtype] for one in speeds)) for dtype in dtypes)
 
 
+def chip_of(seat: Seat) -> tuple[str, ...]:
+    """What a process computes on. A chip's long number is its own, whatever its host is called: two may share one."""
+    return (seat.gpu,) if len(seat.gpu) > 8 else (seat.host, seat.boot, seat.gpu)
+
+
 def memory_of(seat: Seat, seats: Sequence[Seat]) -> int:
     """Of one process, to the MiB: those without a GPU share what their host has left, those on one GPU its memory."""
-    same = [s for s in seats if (s.host, s.boot, s.gpu) == (seat.host, seat.boot, seat.gpu)]
+    same = [s for s in seats if chip_of(s) == chip_of(seat)]
     return max(min(s.memory_bytes for s in same) // len(same) // 2**20, 1) * 2**20
 
 

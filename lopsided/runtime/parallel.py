@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lopsided.capture import LossFn, capture, flatten_batch, surrounding_autocast
 from lopsided.cluster import Cluster
 from lopsided.collectives import Network
-from lopsided.errors import BatchError, TrainingError
+from lopsided.errors import BatchError, InputError, TrainingError
 from lopsided.graph import Graph, Leaf
 from lopsided.placement import Placement, pieces_of, take_piece
 from lopsided.plan import Plan
@@ -460,7 +460,9 @@ class Parallel(nn.Module):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when it has taken it. Of several optimizers, the last to step for the first time ends a step."""
-        if self.recording is not None and optimizer is self._optimizers[-1]():
+        if self.recording is not None and self.wire is not None and optimizer is self._optimizers[-1]():
+            # What is sent between steps (a checkpoint, a comparison of replicas) belongs to none.
+            self.wire.recorder = None
             self.recording.after_update()
 
     # What is recorded
@@ -479,6 +481,11 @@ class Parallel(nn.Module):
         After so many more steps of the optimizer the first process's `Recording.run` has what was found, and it is
         written to `path`. Every process of the run calls this at the same place; those without a device get None.
         """
+        if min(skipped, recorded) < 0 or timed < 1:
+            raise InputError(
+                f"{skipped} steps skipped, {timed} timed and {recorded} recorded cannot be",
+                do="time one step or more",
+            )
         if self.wire is None or self._side is None:
             return None
         self.recording = Recording(

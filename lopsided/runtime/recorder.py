@@ -9,7 +9,8 @@ In: marks of the interpreter (`instructions`), of the wire and of the optimizer.
 
 Computing is one line of marks: what begins ends what was going on. The backward pass of an op begins when the gradient
 of its result is there, because autograd then runs it. What is sent ends when it has arrived, which a thread of its own
-waits for. On a GPU marks are events on its stream, which nobody waits for before the end.
+waits for. On a GPU marks are events on its stream, which nobody waits for before the end; collectives of NCCL run on
+streams of its own and are not noted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import platform
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lopsided.errors import RunError
 from lopsided.plan import Plan
 from lopsided.record import COMPUTE, NETWORK, OPTIMIZER, DeviceRun, Run, Span, StepRun, save_run
 from lopsided.runtime.lanes import Work
@@ -45,6 +48,10 @@ _DIGITS = 7  # of seconds in a file
 Stamp = float | torch.cuda.Event
 
 
+class NotRecordedWarning(UserWarning):
+    """A record that could not be written; training goes on."""
+
+
 @dataclass(slots=True)
 class Sent:
     """A collective under way."""
@@ -57,6 +64,10 @@ class Sent:
     start_s: float
     end_s: float = 0.0
     waited_s: float = 0.0
+
+    def begins(self) -> None:
+        """What is sent is computed only now."""
+        self.start_s = time.perf_counter()
 
     def arrived(self) -> None:
         """The first time counts."""
@@ -210,7 +221,9 @@ class _Arrivals:
         return followed
 
     def close(self) -> None:
-        self._queue.put(None)
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread = None
 
     def _wait_for_all(self) -> None:
         while (followed := self._queue.get()) is not None:
@@ -271,6 +284,8 @@ class Recording:
         self.recorder: Recorder | None = Recorder(device)
         self._plan, self._group, self._number, self._path = plan, group, number, path
         self._about = (model, hardware)
+        # The first step that is looked at begins where one ends.
+        skipped = max(skipped, 1)
         self._skipped, self._timed, self._all = skipped, skipped + timed, skipped + timed + recorded
         self._ended = 0
         self._memory = _Memory(device, held_bytes())
@@ -325,7 +340,11 @@ class Recording:
         )
         self.run = Run(self._about[0], torch.__version__, self._plan, devices)
         if self._path is not None:
-            save_run(self.run, self._path)
+            try:
+                save_run(self.run, self._path)
+            except RunError as error:
+                # Training is worth more than its record, and the others wait for this process.
+                warnings.warn(NotRecordedWarning(str(error)), stacklevel=2)
 
 
 def _shifted(step: StepRun, by_s: float) -> StepRun:

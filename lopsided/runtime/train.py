@@ -36,11 +36,12 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it. `run` is there in the first process only."""
+    """What came of it."""
 
     plan: Plan
     losses: tuple[float, ...]
     run: Run | None
+    is_first: bool  # of the processes that take part: it has the run, and tells
 
 
 def train(
@@ -49,7 +50,7 @@ def train(
     plan: Plan | str | Path | None = None,
     cluster: Cluster | str | Path | None = None,
     batch: int | None = None,
-    optimizer: str = "adamw",
+    optimizer: str = "",
     lr: float = 1e-3,
     steps: int = SKIPPED + TIMED + RECORDED,
     report: str | Path | None = None,
@@ -59,19 +60,29 @@ def train(
 ) -> Trained:
     """Train for so many steps; with `report` (a file) or `record`, time and record the last of them.
 
-    Every process calls this. The batch is the model's example, whole and the same everywhere and in every step.
+    Without an optimizer it is the plan's, or AdamW. Every process calls this. The batch is the model's example, whole
+    and the same everywhere and in every step.
     """
-    if optimizer not in MADE:
-        raise InputError(f"torch has no optimizer for {optimizer!r}", do=f"choose from {', '.join(MADE)}")
+    windows = _windows(steps) if report is not None or record else None
+    _check_optimizer(optimizer or "adamw")
     torch.manual_seed(_SEED)
     module, data = load(model, batch=batch)
     pm = parallelize(
-        module, data, plan, cluster=cluster, optimizer=optimizer, measure_s=measure_s, seed=_SEED, progress=progress
+        module,
+        data,
+        plan,
+        cluster=cluster,
+        optimizer=optimizer or "adamw",
+        measure_s=measure_s,
+        seed=_SEED,
+        progress=progress,
     )
-    update = MADE[optimizer](pm.parameters(), lr=lr)
-    recording = None
-    if report is not None or record:
-        recording = pm.record(report, model=model, **_windows(steps))
+    planned = pm.plan.optimizer
+    if optimizer and optimizer != planned:
+        raise InputError(f"the plan is for {planned}, not for {optimizer}", do="leave the optimizer out, or plan anew")
+    _check_optimizer(planned)
+    update = MADE[planned](pm.parameters(), lr=lr)
+    recording = pm.record(report, model=model, **windows) if windows is not None else None
     losses = []
     whole = {name: part.to(pm.world.device) if isinstance(part, Tensor) else part for name, part in data.items()}
     for step in range(steps):
@@ -81,7 +92,13 @@ def train(
         update.step()
         update.zero_grad()
         losses.append(loss.detach())
-    return Trained(pm.plan, tuple(float(loss) for loss in losses), recording.run if recording is not None else None)
+    run = recording.run if recording is not None else None
+    return Trained(pm.plan, tuple(map(float, losses)), run, pm.world.rank == pm.world.ranks[0])
+
+
+def _check_optimizer(name: str) -> None:
+    if name not in MADE:
+        raise InputError(f"torch has no optimizer for {name!r}", do=f"choose from {', '.join(MADE)}")
 
 
 def _windows(steps: int) -> dict[str, int]:

@@ -232,9 +232,11 @@ class Wire:
         then: Sequence[Callable[[], object]] = (),
     ) -> Handle:
         what = what or "a collective"
-        sent = self.recorder.starts(what, *about) if self.recorder is not None else None
+        sent = None
+        if self.recorder is not None and (self._ferry is not None or self.device.type == "cpu"):
+            sent = self.recorder.starts(what, *about)
         if self._ferry is not None:
-            crossing = self._ferry.cross(run, source, target)
+            crossing = self._ferry.cross(run, source, target, sent.begins if sent is not None else None)
             if sent is not None:
                 crossing.arrived.add_done_callback(lambda _: sent.arrived())
             return Handle(self, what, result, (crossing,), then, sent)
@@ -244,7 +246,7 @@ class Wire:
             raise
         except RuntimeError as error:
             raise self._explain(error, what) from error
-        if self.recorder is not None and sent is not None and self.device.type == "cpu":
+        if self.recorder is not None and sent is not None:
             works = self.recorder.follow(sent, works)
         return Handle(self, what, result, works, then if finish is None else (finish, *then), sent)
 

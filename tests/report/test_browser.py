@@ -6,6 +6,7 @@ tests are skipped where they are missing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -36,7 +37,8 @@ def driver() -> Iterator[Any]:
     from selenium.webdriver.chrome.service import Service
 
     if _found() is None and os.environ.get("LOPSIDED_BROWSER") == "install" and os.geteuid() == 0:
-        subprocess.run(_INSTALL, check=False, capture_output=True, timeout=600)
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(_INSTALL, check=False, capture_output=True, timeout=600)
     paths = _found()
     if paths is None:
         pytest.skip(f"there is no Chromium with its driver: {' '.join(_INSTALL)}")
@@ -54,7 +56,7 @@ def driver() -> Iterator[Any]:
     try:
         made = webdriver.Chrome(options=options, service=Service(paths[1]))
     except Exception as error:
-        pytest.skip(f"the browser does not start: {str(error).splitlines()[0]}")
+        pytest.skip(f"the browser does not start: {next(iter(str(error).splitlines()), type(error).__name__)}")
     made.set_page_load_timeout(60)
     yield made
     made.quit()
