@@ -42,7 +42,7 @@ NAMES = {
 WHY = {
     "lab-gpu": "gradients of CUDA tensors cross gloo on one thread of ours, bucket after bucket, where DDP has two "
     "under way: a step of plain data parallelism is 2 to 4 % longer. In bert-moe the plan for two devices was "
-    "predicted too fast: parts of a GPU are measured all at once, and what two of them send each other was extrapolated.",
+    "predicted too fast: parts of a GPU are measured all at once, and what two of them send was extrapolated.",
     "lab-gpu-2": "one thread carries what DDP carries with two.",
     "lab-even": "all devices are alike, and the best plan is data parallelism; what is left is the difference between "
     "two implementations of it.",

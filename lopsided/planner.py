@@ -181,14 +181,15 @@ def _judge_known(shop: Workshop, known: Plan, cluster: Cluster) -> None:
     """A plan that was made before, on the devices of these names."""
     if known.graph.fingerprint != shop.graph.fingerprint:
         raise PlanError("a plan that should compete is for another model or batch", do="give a plan of the same model")
+    gone = next((device for device in known.devices if device not in cluster.device_names), None)
     on = cluster
-    for device in reversed(cluster.device_names):  # the last first: those left of its kind are counted anew
-        if device not in known.devices:
-            on = on.without_device(device)
+    if gone is None:
+        for device in reversed(cluster.device_names):  # the last first: those left of its kind are counted anew
+            if device not in known.devices:
+                on = on.without_device(device)
     if on.device_names != known.devices:
-        gone = next((device for device in known.devices if device not in on.device_names), known.devices[0])
         raise PlanError(
-            f"a plan that should compete uses {gone}, and this cluster does not have it as that one had",
+            f"a plan that should compete uses {gone or known.devices[0]}, which this cluster does not have as it was",
             do="leave the plan out, or plan for the cluster it was made for",
         )
     shop.judge("known", on, parse_program(str(known.program), shop.graph), known.shares, known.regather)

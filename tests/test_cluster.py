@@ -549,3 +549,9 @@ def test_links_between_nodes_that_are_not_there_are_refused(
 ) -> None:
     with pytest.raises(ClusterError, match=said):
         Cluster("c", "", (kind(node="a"), kind(node="b")), Link(1e-5, 1e10), Link(1e-4, 1e8), (), pairs)
+
+
+def test_a_link_of_its_own_needs_a_node_of_its_own() -> None:
+    pairs = (("a", "b-1", Link(0.0, 1e6)),)
+    with pytest.raises(ClusterError, match="one of several of one name"):
+        Cluster("c", "", (kind(node="a"), kind(node="b", nodes=2)), Link(1e-5, 1e10), Link(1e-4, 1e8), (), pairs)

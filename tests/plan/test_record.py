@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from plans_by_hand import plan_of
 
-from lopsided.confront import Confrontation, Line, carried, confront, fraction_of
+from lopsided.confront import Confrontation, Line, carried, confront, fraction_of, of_all
 from lopsided.confronttext import confrontation_lines, error_text
 from lopsided.cost import Costs, optimizer_named
 from lopsided.errors import RunError
@@ -130,6 +130,13 @@ def test_an_edited_number_of_steps_is_refused(run: Run) -> None:
 
 
 # Confronting
+
+
+def test_an_all_to_all_is_as_large_as_all_of_its_parts() -> None:
+    seen = [Span(NETWORK, "x", 0.0, 1.0, "all_to_all", "direct", size) for size in (200, 100, 50, 50)]
+    whole = of_all(seen)
+    assert (whole.bytes, whole.largest) == (100, 2.0)
+    assert of_all([replace(span, collective="all_reduce") for span in seen]).bytes == 200
 
 
 def test_a_run_that_does_what_was_predicted_is_not_off(run: Run) -> None:

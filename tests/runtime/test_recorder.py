@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from runs import Run as Program
-from runs import classic, parsed
+from runs import classic, cluster_of, parsed
 
 from lopsided.confront import confront
 from lopsided.errors import InputError
 from lopsided.models import load
 from lopsided.placement import Shares
+from lopsided.planner import plan
 from lopsided.processes import Crew
 from lopsided.record import COMPUTE, NETWORK, OPTIMIZER, Run, load_run, parse_run, run_text
-from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parallel import Parallel, parallelize
 from lopsided.runtime.recorder import Recorder
+from lopsided.runtime.state import full_state_dict
 from lopsided.runtime.train import train
 from lopsided.runtime.world import meet
 
@@ -40,8 +42,10 @@ def recorded(program: Program, order: tuple[int, ...], path: str) -> tuple[list[
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
-    pm.close()
     assert recording is None or recording.is_done
+    # What is sent after the last recorded step is sent as ever.
+    assert full_state_dict(pm)
+    pm.close()
     return losses, run_text(recording.run) if recording is not None and recording.run is not None else ""
 
 
@@ -93,6 +97,22 @@ def test_too_few_steps_and_unknown_optimizers_are_refused() -> None:
         train(SPEC, steps=2, record=True, measure_s=0.2)
     with pytest.raises(InputError, match="no optimizer for 'lion'"):
         train(SPEC, optimizer="lion")
+
+
+def test_the_optimizer_is_the_plans() -> None:
+    module, batch = load(SPEC)
+    planned = plan(module, batch, cluster_of(1), optimizer="sgd")
+    assert train(SPEC, plan=planned, steps=3).plan.optimizer == "sgd"
+    with pytest.raises(InputError, match="the plan is for sgd, not for adamw"):
+        train(SPEC, plan=planned, steps=3, optimizer="adamw")
+
+
+def test_a_recording_times_a_step_or_more() -> None:
+    module, batch = load(SPEC)
+    pm = parallelize(module, batch, cluster=cluster_of(1))
+    with pytest.raises(InputError, match="0 timed"):
+        pm.record(timed=0)
+    pm.close()
 
 
 def test_what_stands_still_is_not_computing() -> None:
