@@ -40,12 +40,12 @@ NAMES = {
     "alone": "fastest host alone",
 }
 WHY = {
-    "lab-gpu": "gradients of CUDA tensors cross gloo on one thread of ours, bucket after bucket, where DDP has two "
-    "under way: a step of plain data parallelism is 2 to 4 % longer. In bert-moe the plan for two devices was "
+    "lab-gpu": "most likely because gradients of CUDA tensors cross gloo on one thread of ours, bucket after bucket, "
+    "where DDP has two under way (not looked into on that machine). In bert-moe the plan for two devices was "
     "predicted too fast: parts of a GPU are measured all at once, and what two of them send was extrapolated.",
-    "lab-gpu-2": "one thread carries what DDP carries with two.",
-    "lab-even": "all devices are alike, and the best plan is data parallelism; what is left is the difference between "
-    "two implementations of it.",
+    "lab-gpu-2": "as on `lab-gpu`.",
+    "lab-even": "where the plan is data parallelism, what is left is the difference between two implementations of it; "
+    "a plan that gathers parameters (vit) was predicted too fast.",
     "lab-cpu": "a plan that gathers parameters was predicted too fast: on hosts with a quota, threads that carry bytes "
     "use up the quota of those that compute.",
     "lab-cpu-2link": "as on `lab-cpu`.",
