@@ -133,6 +133,9 @@ class Model(nn.Module):
     def before_step(self, optimizer: Optimizer) -> None:
         self.told_of.append(optimizer)
 
+    def after_step(self, optimizer: Optimizer) -> None:
+        assert self.told_of[-1] is optimizer
+
     def gradients(self) -> list[nn.Parameter]:
         for p in self.parameters():
             p.grad = torch.ones_like(p)
