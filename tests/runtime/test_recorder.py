@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from runs import Run as Program
 from runs import classic, cluster_of, parsed
 
@@ -25,6 +27,14 @@ from lopsided.runtime.world import meet
 
 SPEC = "gpt2:layers=1,width=16,heads=2,seq=8,vocab=32,dropout=0,batch=6"
 SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_group() -> Iterator[None]:
+    """A world of one that a test made goes with it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def recorded(program: Program, order: tuple[int, ...], path: str) -> tuple[list[float], str]:
