@@ -167,16 +167,23 @@ def _update(plan: Plan, events: Sequence[Event]) -> Iterator[Block]:
 
 
 def _sent(event: Event, forward_s: float, modules: Mapping[str, str]) -> Block:
+    span = Span(NETWORK, event.what, event.start_s, event.end_s, event.collective, event.way, event.whole_bytes)
+    return _sent_block(span, event.start_s, event.end_s, forward_s, modules, hides=event.hides)
+
+
+def _sent_block(
+    span: Span, start_s: float, end_s: float, forward_s: float, modules: Mapping[str, str], *, hides: bool
+) -> Block:
     return Block(
-        HIDDEN if event.hides else BLOCKED,
-        FORWARD if event.start_s < forward_s else BACKWARD,
-        _shown(event.what),
-        event.start_s,
-        event.end_s,
-        _module_of(event.what, modules),
-        event.collective,
-        event.way,
-        event.whole_bytes,
+        HIDDEN if hides else BLOCKED,
+        FORWARD if start_s < forward_s else BACKWARD,
+        _shown(span.what),
+        start_s,
+        end_s,
+        _module_of(span.what, modules),
+        span.collective,
+        span.way,
+        span.bytes,
     )
 
 
@@ -317,14 +324,4 @@ def _stood(span: Span, send: _Send, modules: Mapping[str, str], trained: Collect
 
 
 def _as_sent(span: Span, send: _Send, forward_s: float, modules: Mapping[str, str], trained: Collection[str]) -> Block:
-    return Block(
-        HIDDEN if subject_of(span.what) in trained else BLOCKED,
-        FORWARD if send.start_s < forward_s else BACKWARD,
-        _shown(span.what),
-        send.start_s,
-        send.end_s,
-        _module_of(span.what, modules),
-        span.collective,
-        span.way,
-        span.bytes,
-    )
+    return _sent_block(span, send.start_s, send.end_s, forward_s, modules, hides=subject_of(span.what) in trained)

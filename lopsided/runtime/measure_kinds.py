@@ -20,6 +20,7 @@ import torch
 from lopsided.devices import Kind, Measured
 from lopsided.runtime.measure_noise import noise, typical
 from lopsided.runtime.measure_ops import Job, Speeds
+from lopsided.runtime.recorder import hardware_of
 
 _ALIKE = 1.1
 
@@ -46,14 +47,7 @@ def seat_of(device: torch.device, speeds: Speeds) -> Seat:
         facts = torch.cuda.get_device_properties(device)
         serial = str(getattr(facts, "uuid", torch.cuda.current_device() if device.index is None else device.index))
         return Seat(platform.node(), identity, facts.name, serial, facts.total_memory, speeds)
-    return Seat(platform.node(), identity, _processor(), "", _free_memory(), speeds)
-
-
-def _processor() -> str:
-    facts = Path("/proc/cpuinfo")
-    listed = facts.read_text() if facts.is_file() else ""
-    found = re.search(r"^model name\s*: (.+)$", listed, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine() or "cpu"
+    return Seat(platform.node(), identity, hardware_of(device), "", _free_memory(), speeds)
 
 
 def _free_memory() -> int:
