@@ -65,7 +65,7 @@ def programs(subject: Subject, cluster: Cluster, device: torch.device, *, most: 
 
 
 def _key(plan: Plan) -> tuple[object, ...]:
-    return plan.on.fingerprint, str(plan.program), plan.shares, plan.regather
+    return plan.on.fingerprint, str(plan.program), plan.shares, plan.regather, plan.bucket_bytes
 
 
 def _candidates(graph: Graph, book: RuleBook, cluster: Cluster) -> Iterator[tuple[str, Plan]]:

@@ -356,7 +356,7 @@ def twin(name: str, plans: dict[str, Plan]) -> str:
     """The name of an earlier plan that does the very same; "" if there is none."""
 
     def does(plan: Plan) -> tuple[object, ...]:
-        return plan.on.fingerprint, plan.program, plan.shares, plan.regather
+        return plan.on.fingerprint, plan.program, plan.shares, plan.regather, plan.bucket_bytes
 
     for other, plan in plans.items():
         if other == name:
@@ -449,6 +449,7 @@ def _told_plan(plan: Plan) -> dict[str, Any]:
         "devices": list(plan.devices),
         "shares": {by or "work": list(plan.shares.of(by)) for by in ("", *(name for name, _ in plan.shares.named))},
         "regather": plan.regather,
+        "bucket_bytes": plan.bucket_bytes,
         "memory_bytes": list(plan.memory_bytes),
         "breakdown": {
             part: getattr(b, f"{part}_s")
@@ -466,7 +467,7 @@ def timeline_of(plan: Plan) -> Timeline:
     kinds = (replace(kind, name=f"{kind.node} {kind.name}"[:100]) for kind in plan.on.kinds)
     on = replace(plan.on, kinds=tuple(kinds))
     costs = Costs(plan.graph, on, optimizer_named(plan.optimizer))
-    schedule = lay_out(plan.program, costs, regather=plan.regather)
+    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     return run(schedule, costs.network, Scale(on, plan.shares), events=True)
 
 

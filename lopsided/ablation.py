@@ -15,7 +15,7 @@ rules (`fewer_rules`), a schedule in which nothing hides (`in_the_open`), and wh
     state-shares    a device stores what it computes: one set of shares for both
     segments        one set of shares for the whole model
     overlap         while choosing, nothing is taken to hide behind computing. Gradients and gathered parameters still
-                    travel in buckets, so that only the hiding is missing, not the sharing of latencies
+                    travel in buckets, of 25 MiB: only the hiding is missing, not the sharing of latencies
     devices         every device takes part, also one that costs more than it brings
     measured-cost   while choosing, an op takes its flops over the device's flops/s: no measured tables, no bytes, no
                     launches. The network is still the measured one, as in HAP
@@ -37,8 +37,8 @@ from lopsided.errors import InputError
 from lopsided.notation import Rule
 from lopsided.placement import I, R
 from lopsided.rules import RuleBook
-from lopsided.schedule import Compute, Item, Schedule
-from lopsided.timeline import BUCKET_BYTES, gathers
+from lopsided.schedule import BUCKET_BYTES, Compute, Item, Schedule
+from lopsided.timeline import gathers
 
 SFB, INVARIANT, COLLECTIVES, STATE_SHARES = "sfb", "invariant", "collectives", "state-shares"
 SEGMENTS, OVERLAP, DEVICES, MEASURED_COST = "segments", "overlap", "devices", "measured-cost"

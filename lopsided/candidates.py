@@ -6,7 +6,8 @@ methods is one way to make some:
     classic     the strategies everyone knows, with the shares everyone gives them
     improve     search and balance in turn from several seeds, on one part of a cluster
     fitting     one search and one balance; where memory is short, at the lowest price of memory at which all fits
-    partly_stored_cut, segmented, settled      what else may be made of a good one
+    find_bucket                                how much to send at a time, from then on
+    partly_stored_cut, segmented, rebucketed, settled      what else may be made of a good one
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lopsided.ablation import OVERLAP, SEGMENTS, STATE_SHARES, in_the_open
 from lopsided.classics import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
@@ -30,7 +31,7 @@ from lopsided.placement import I, Placement, Shares
 from lopsided.prices import NOTHING_HIDDEN, Hidden, Saves, SharePrices
 from lopsided.program import Program, Step
 from lopsided.rules import RuleBook
-from lopsided.schedule import Schedule, lay_out
+from lopsided.schedule import BUCKET_BYTES, Schedule, lay_out
 from lopsided.search import Found, Progress, Tables, search
 from lopsided.segments import found_segments
 from lopsided.shares import balance
@@ -46,6 +47,7 @@ _HALVINGS = 3  # of what lies between them
 _PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut
 _ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
 _REMEMBERED = 8  # programs laid out
+_BUCKETS = tuple(size * 2**20 for size in (16, 8, 4, 2, 1))  # beside what everyone sends at a time
 _BETTER = 1 - 1e-3  # by less than this, another pair is not worth the change
 
 
@@ -62,6 +64,8 @@ class Candidate:
     memory: tuple[int, ...]  # bytes on the fullest device of each kind
     fits: bool
     found: Found | None = None  # the search it comes from
+
+    bucket_bytes: int = BUCKET_BYTES
 
     @property
     def step_s(self) -> float:
@@ -173,6 +177,7 @@ class Workshop:
         self.trained = {leaf.value.name for leaf in graph.parameters if leaf.value.grad}
         self.best: Candidate | None = None
         self.memory_price, self.regather = 0.0, False  # at which the last search that was short of memory ended
+        self.bucket_bytes = BUCKET_BYTES
         self.tried: list[Candidate] = []  # until one fits
         self.too_small: list[Cluster] = []  # on which no program was found to fit
         self.started = time.perf_counter()
@@ -186,7 +191,7 @@ class Workshop:
         self.fewest_devices = 1  # a plan may use
         self._costs: dict[str, Costs] = {}
         self._ideal: dict[str, float] = {}
-        self._laid: dict[tuple[str, int, bool], Laid] = {}
+        self._laid: dict[tuple[str, int, bool, int], Laid] = {}
         self._saved: Saves = {}
         self._known: dict[tuple[str, bool], list[tuple[Candidate, bool]]] = {}  # what searches on a part came to
         self._conversions: dict[tuple[str, Shares], Tables] = {}
@@ -200,7 +205,7 @@ class Workshop:
             raise DoesNotFitError("no program that keeps the pins was found", do="pin less")
         # Of those that use most devices, the one that comes nearest tells best what is missing.
         nearest = min(self.tried, key=lambda candidate: (-candidate.on.devices, _excess(candidate)))
-        held = self.laid_out(nearest.on, nearest.program, nearest.regather).held
+        held = self.laid_out(nearest.on, nearest.program, nearest.regather, nearest.bucket_bytes).held
         cut = "even with its parameters cut and gathered for use, " if any(h.use == "gathered" for h in held) else ""
         what = f"no program was found that fits: {cut}the one that comes nearest"
         check_fits(held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on), what=what)
@@ -215,14 +220,23 @@ class Workshop:
         return self._costs[key]
 
     def judge(
-        self, name: str, on: Cluster, program: Program, shares: Shares, regather: bool, found: Found | None = None
+        self,
+        name: str,
+        on: Cluster,
+        program: Program,
+        shares: Shares,
+        regather: bool,
+        found: Found | None = None,
+        *,
+        bucket_bytes: int = 0,
     ) -> Candidate:
         """The candidate that a pair is; the best that fits is kept."""
-        laid, scale = self.laid_out(on, program, regather), Scale(on, shares)
+        bucket_bytes = bucket_bytes or self.bucket_bytes
+        laid, scale = self.laid_out(on, program, regather, bucket_bytes), Scale(on, shares)
         timeline = run(laid.schedule, self.costs(on).network, scale)
         memory = bytes_per_kind(laid.held, scale)
         fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
-        candidate = Candidate(name, on, program, shares, regather, timeline, memory, fits, found)
+        candidate = Candidate(name, on, program, shares, regather, timeline, memory, fits, found, bucket_bytes)
         may_be_chosen = on.devices >= self.fewest_devices and self.limits.respected_by(program)
         if candidate.beats(self.best) and may_be_chosen:
             self.best = candidate
@@ -230,13 +244,13 @@ class Workshop:
             self.tried.append(candidate)
         return candidate
 
-    def laid_out(self, on: Cluster, program: Program, regather: bool) -> Laid:
+    def laid_out(self, on: Cluster, program: Program, regather: bool, bucket_bytes: int) -> Laid:
         """What does not depend on shares. The last few are remembered: each is judged with several."""
-        key = (on.fingerprint, id(program), regather)
+        key = (on.fingerprint, id(program), regather, bucket_bytes)
         if key not in self._laid:
             if len(self._laid) >= _REMEMBERED:
                 self._laid.pop(next(iter(self._laid)))
-            schedule = lay_out(program, self.costs(on), regather=regather)
+            schedule = lay_out(program, self.costs(on), regather=regather, bucket_bytes=bucket_bytes)
             if OVERLAP in self.without:
                 schedule = in_the_open(schedule)
             # The step that works with most is that of the device with the largest share.
@@ -291,7 +305,8 @@ class Workshop:
         on = self.chosen.on
         if on.fingerprint == cluster.fingerprint or on.devices == 1:
             return []
-        return [self.judge("dp-part", on, self.plain[0][1], self.by_speed(on), False)]
+        program, shares = self.plain[0][1], self.by_speed(on)
+        return [self.judge("dp-part", on, program, shares, False, bucket_bytes=BUCKET_BYTES)]
 
     def within(self, book: RuleBook, limits: Limits) -> Workshop:
         """This workshop, searching another rule book of the same graph from now on."""
@@ -356,7 +371,7 @@ class Workshop:
             # Devices alike have equal shares.
             made = self.judge(name, on, program, self.equal(on), regather, found)
             return made if made.fits else None
-        network, laid = self.costs(on).network, self.laid_out(on, program, regather)
+        network, laid = self.costs(on).network, self.laid_out(on, program, regather, self.bucket_bytes)
         try:
             shares = balance(
                 laid.schedule,
@@ -539,6 +554,31 @@ class Workshop:
             made.append(self.judge("partly stored cut", on, cut, candidate.shares, candidate.regather, candidate.found))
         best = min(made, key=lambda c: (not c.fits, c.step_s))
         self.balanced("partly stored cut", on, best.program, best.shares, best.regather, candidate.found)
+
+    def find_bucket(self, candidate: Candidate) -> None:
+        """How much to send at a time, for all that is made from now on, is what suits this candidate best.
+
+        Small buckets leave early and hide better, large ones pay latencies less often. Of those that are as good the
+        largest is taken.
+        """
+        if candidate.on.devices == 1 or OVERLAP in self.without:
+            return
+        laid = self.laid_out(candidate.on, candidate.program, candidate.regather, candidate.bucket_bytes)
+        network, scale = self.costs(candidate.on).network, Scale(candidate.on, candidate.shares)
+        steps = {size: run(replace(laid.schedule, bucket_bytes=size), network, scale).step_s for size in _BUCKETS}
+        best_s = min(*steps.values(), candidate.step_s)
+        if candidate.step_s * _BETTER <= best_s:
+            self.bucket_bytes = candidate.bucket_bytes
+        else:
+            self.bucket_bytes = next(size for size, step_s in steps.items() if step_s * _BETTER <= best_s)
+
+    def rebucketed(self, candidate: Candidate) -> None:
+        """The same pair, sent in what suits it best."""
+        self.find_bucket(candidate)
+        if self.bucket_bytes != candidate.bucket_bytes:
+            on, program, found = candidate.on, candidate.program, candidate.found
+            self.judge(candidate.name, on, program, candidate.shares, candidate.regather, found)
+            self.balanced(candidate.name, on, program, candidate.shares, candidate.regather, found)
 
     def settled(self, candidate: Candidate) -> None:
         """The same pair once more, with more care for whole units."""

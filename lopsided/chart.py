@@ -98,7 +98,7 @@ class Chart:
 def predicted_chart(plan: Plan) -> Chart:
     """The step as the planner sees it."""
     costs, scale = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer)), Scale(plan.on, plan.shares)
-    schedule = lay_out(plan.program, costs, regather=plan.regather)
+    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     # Kinds may share a name, or be called "network": numbers tell them apart.
     numbered = tuple(replace(kind, name=f"kind {k}") for k, kind in enumerate(plan.on.kinds))
     timeline = run(schedule, costs.network, Scale(replace(plan.on, kinds=numbered), scale.shares), events=True)

@@ -258,6 +258,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "inputs": {leaf.target: shape_text(leaf) for leaf in inputs_of(plan)},
         "optimizer": plan.optimizer,
         "regather": plan.regather,
+        "bucket_bytes": plan.bucket_bytes,
         "step_s": plan.step_s,
         "breakdown": {
             name: getattr(plan.breakdown, name)

@@ -90,9 +90,9 @@ class Confrontation:
 def confront(run: Run) -> Confrontation:
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
-    schedule = lay_out(plan.program, costs, regather=plan.regather)
+    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     bare = Costs(plan.graph, _without_overhead(plan.on), optimizer_named(plan.optimizer))
-    ops = lay_out(plan.program, bare, regather=plan.regather)
+    ops = lay_out(plan.program, bare, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     step = timeline.run(schedule, costs.network, Scale(plan.on, plan.shares))
     classes = {node.name: op_class(node.op) for node in plan.graph.nodes}
     computed = tuple(

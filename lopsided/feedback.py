@@ -60,7 +60,7 @@ def learnt(run: Run) -> Fed:
     """`fed_back`, and what was corrected."""
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
-    schedule = lay_out(plan.program, costs, regather=plan.regather)
+    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     corrections: list[Correction] = []
     tables: dict[tuple[str, str], tuple[Measured, ...]] = {}
     alike: dict[str, tuple[Measured, ...]] = {}  # for devices that the plan left out

@@ -27,8 +27,7 @@ from lopsided.graph import Leaf, Node
 from lopsided.placement import Placement
 from lopsided.plan import Plan
 from lopsided.program import Chain, Program
-from lopsided.schedule import regathered
-from lopsided.timeline import BUCKET_BYTES
+from lopsided.schedule import BUCKET_BYTES, regathered
 
 LONGEST_PERIOD = 512
 """In nodes: the layers of large models have some 40, and what repeats may be two or three layers."""

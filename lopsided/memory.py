@@ -40,8 +40,7 @@ from lopsided.ops.op import Call
 from lopsided.placement import I, Placement, R
 from lopsided.program import Program, Step
 from lopsided.recompute import reruns
-from lopsided.schedule import GATHERS_AT_ONCE
-from lopsided.timeline import BUCKET_BYTES
+from lopsided.schedule import BUCKET_BYTES, GATHERS_AT_ONCE
 from lopsided.work import work_of
 
 USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "gathered", "waiting", "working")

@@ -12,6 +12,7 @@ from lopsided.cluster import Cluster
 from lopsided.graph import Graph
 from lopsided.placement import Shares
 from lopsided.program import Program
+from lopsided.schedule import BUCKET_BYTES
 
 INTERRUPTED = "interrupted"
 """How the note begins that says so."""
@@ -74,6 +75,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     capture_s: float = 0.0
     planning_s: float = 0.0
+    bucket_bytes: int = BUCKET_BYTES  # of gradients and gathered parameters that are sent at a time
 
     @property
     def graph(self) -> Graph:

@@ -81,6 +81,8 @@ def _options(a: Plan, b: Plan) -> Iterator[Difference]:
     if a.regather != b.regather:
         words = {True: "yes", False: "no"}
         yield Difference("options", "parameters gathered again", words[a.regather], words[b.regather])
+    if a.bucket_bytes != b.bucket_bytes:
+        yield Difference("options", "sent at a time", bytes_text(a.bucket_bytes), bytes_text(b.bucket_bytes))
 
 
 def _devices(a: Plan, b: Plan) -> Iterator[Difference]:

@@ -44,6 +44,7 @@ from lopsided.plan import Baseline, Breakdown, Plan, SearchReport
 from lopsided.planner import predict
 from lopsided.program import Program, check_program, parse_program
 from lopsided.rules import derive_rules
+from lopsided.schedule import BUCKET_BYTES
 
 FORMAT = "lopsided-plan"
 VERSION = 1
@@ -54,7 +55,7 @@ WORK = "work"
 _MADE_BY = "`lopsided plan ... -o plan.json` writes such a file"
 PLAN_FILE = FileKind(PlanError, "plan", _MADE_BY)
 
-Predict = Callable[[Program, Shares, Cluster, str, bool], tuple[float, Breakdown, tuple[int, ...]]]
+Predict = Callable[[Program, Shares, Cluster, str, bool, int], tuple[float, Breakdown, tuple[int, ...]]]
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -81,6 +82,7 @@ def plan_text(plan: Plan) -> str:
         "step_s": plan.step_s,
         "optimizer": plan.optimizer,
         "regather": plan.regather,
+        "bucket_bytes": plan.bucket_bytes,
         "notes": list(plan.notes),
         "breakdown": _fields(plan.breakdown, _BREAKDOWN),
         "baselines": [_fields(baseline, _BASELINE) for baseline in plan.baselines],
@@ -147,6 +149,7 @@ def _prediction_of(plan: Plan) -> dict[str, object]:
         "cuts": _digest(json.dumps(shares.cuts)),
         "optimizer": plan.optimizer,
         "regather": plan.regather,
+        "bucket_bytes": plan.bucket_bytes,
         _PREDICTED: _digest(json.dumps(predicted)),
         _COMPARED: _digest(json.dumps(compared)),
     }
@@ -197,16 +200,25 @@ def parse_plan(text: str, where: str = "plan", namespaces: Collection[str] = (),
         root.texts("notes"),
         root.seconds("capture_s"),
         root.seconds("planning_s"),
+        _bucket_bytes(root),
     )
     edited = _edited(plan, root.part("prediction_of"))
     return _predicted_anew(plan, edited, root, predict) if edited else plan
 
 
 _KEYS = (
-    *("format", "version", "step_s", "optimizer", "regather", "notes", "breakdown", "baselines", "devices"),
-    *("memory_bytes", "shares", "cuts", "program", "prediction_of", "search", "without_device", "without_node"),
-    *("capture_s", "planning_s", "cluster", "on", "graph", "fingerprints"),
+    *("format", "version", "step_s", "optimizer", "regather", "bucket_bytes", "notes", "breakdown", "baselines"),
+    *("devices", "memory_bytes", "shares", "cuts", "program", "prediction_of", "search", "without_device"),
+    *("without_node", "capture_s", "planning_s", "cluster", "on", "graph", "fingerprints"),
 )
+
+
+def _bucket_bytes(root: Fields) -> int:
+    """Plans that do not say so send as much at a time as everyone did then."""
+    found = root.whole("bucket_bytes") if "bucket_bytes" in root.items else BUCKET_BYTES
+    if not 1 <= found <= BUCKET_BYTES:
+        raise root.wrong("bucket_bytes", found, f"a whole number from 1 to {BUCKET_BYTES:,}")
+    return found
 
 
 def _check_version(root: Fields) -> None:
@@ -338,7 +350,8 @@ def _edited(plan: Plan, predicted: Fields) -> tuple[str, ...]:
     """What in the file is not what it was when the file was written."""
     now = _prediction_of(plan)
     predicted.has_only(tuple(now))
-    return tuple(key for key, value in now.items() if predicted.get(key) != value)
+    then = replace(predicted, items={"bucket_bytes": BUCKET_BYTES, **predicted.items})
+    return tuple(key for key, value in now.items() if then.get(key) != value)
 
 
 def _predicted_anew(plan: Plan, edited: Sequence[str], root: Fields, predict: Predict) -> Plan:
@@ -348,7 +361,7 @@ def _predicted_anew(plan: Plan, edited: Sequence[str], root: Fields, predict: Pr
     if dropped:
         shares = replace(shares, cuts=())
     with root.located("edited " + " and ".join(edited)):
-        step_s, breakdown, memory = predict(program, shares, plan.on, plan.optimizer, plan.regather)
+        step_s, breakdown, memory = predict(program, shares, plan.on, plan.optimizer, plan.regather, plan.bucket_bytes)
     notes = [note for note in plan.notes if not note.startswith(EDITED)]
     notes += [f"{EDITED}: {words}" for words in _what_was_edited(edited, dropped)]
     for kind, (start, stop) in zip(plan.on.kinds, plan.on.spans, strict=True):

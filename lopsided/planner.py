@@ -35,7 +35,7 @@ from lopsided.prices import NOTHING_HIDDEN
 from lopsided.program import Program, check_program, parse_program
 from lopsided.retype import in_dtype
 from lopsided.rules import RuleBook, derive_rules
-from lopsided.schedule import lay_out
+from lopsided.schedule import BUCKET_BYTES, lay_out
 from lopsided.search import Progress
 from lopsided.segments import given_segments
 from lopsided.timeline import Timeline, run
@@ -160,12 +160,13 @@ def _planned(task: _Task, cluster: Cluster) -> Plan:
     for plan in task.known:
         _judge_known(shop, plan, cluster)
     try:
+        shop.find_bucket(classics[1])
         for part in [cluster] if DEVICES in task.without else parts(cluster, shop.dtype):
             if shop.is_promising(part):
                 shop.improve(part, seeds=3 if part is cluster else 1)
         if in_segments is not None:
             shop.within(in_segments, task.limits(in_segments)).improve(cluster)
-        for finish in (shop.partly_stored_cut, shop.segmented, shop.settled):
+        for finish in (shop.partly_stored_cut, shop.segmented, shop.rebucketed, shop.settled):
             if shop.limits.left_s:
                 finish(shop.chosen)
         worth = _without(shop, cluster) if shop.limits.left_s else ({}, {})
@@ -192,7 +193,8 @@ def _judge_known(shop: Workshop, known: Plan, cluster: Cluster) -> None:
             f"a plan that should compete uses {gone or known.devices[0]}, which this cluster does not have as it was",
             do="leave the plan out, or plan for the cluster it was made for",
         )
-    shop.judge("known", on, parse_program(str(known.program), shop.graph), known.shares, known.regather)
+    program = parse_program(str(known.program), shop.graph)
+    shop.judge("known", on, program, known.shares, known.regather, bucket_bytes=known.bucket_bytes)
 
 
 def _as_it_is(task: _Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan:
@@ -201,7 +203,8 @@ def _as_it_is(task: _Task, found: Plan, belief: Belief, cluster: Cluster) -> Pla
     What each device is worth was believed only, and is left away.
     """
     on = belief.as_it_is(found.on)
-    step_s, breakdown, memory = predict(found.program, found.shares, on, task.optimizer, found.regather)
+    how = (task.optimizer, found.regather, found.bucket_bytes)
+    step_s, breakdown, memory = predict(found.program, found.shares, on, *how)
     left_out = ", ".join(name for name in ADDITIONS if name in task.without)
     return replace(
         found,
@@ -326,12 +329,18 @@ def _add_pin(pinned: dict[str, Placement], name: str, placement: Placement, show
 
 
 def predict(
-    program: Program, shares: Shares, on: Cluster, optimizer: str, regather: bool
+    program: Program,
+    shares: Shares,
+    on: Cluster,
+    optimizer: str,
+    regather: bool,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[float, Breakdown, tuple[int, ...]]:
     """Seconds of a step of any program with any shares, where they go, and bytes on every device."""
     kept = optimizer_named(optimizer)
     costs, scale = Costs(program.graph, on, kept), Scale(on, shares)
-    timeline = run(lay_out(program, costs, regather=regather), costs.network, scale)
+    schedule = lay_out(program, costs, regather=regather, bucket_bytes=bucket_bytes)
+    timeline = run(schedule, costs.network, scale)
     held = holdings(program, kept, regather=regather, devices=on.devices)
     return timeline.step_s, breakdown_of(timeline), _every_device(on, bytes_per_kind(held, scale))
 
@@ -427,6 +436,7 @@ def _answer(
         without_node=tuple(nodes.items()),
         notes=tuple(_notes(shop, cluster, best)),
         planning_s=seconds,
+        bucket_bytes=best.bucket_bytes,
     )
 
 

@@ -26,6 +26,7 @@ from lopsided.listing import (
 )
 from lopsided.plan import Plan
 from lopsided.plandiff import Difference
+from lopsided.schedule import BUCKET_BYTES
 from lopsided.search import Progress
 
 WIDTH = 120
@@ -318,6 +319,8 @@ def breakdown_lines(plan: Plan) -> Iterator[str]:
         yield f"  {'hidden':<10}{seconds_text(hidden_s):>9}{'':>9}  sent behind computation, beside the step"
     if plan.regather:
         yield "  gathered parameters are freed after use and gathered again in the backward pass"
+    if plan.bucket_bytes != BUCKET_BYTES and plan.on.devices > 1:
+        yield f"  parameters and gradients are sent {bytes_text(plan.bucket_bytes)} at a time"
 
 
 def baseline_lines(plan: Plan) -> Iterator[str]:

@@ -25,7 +25,7 @@ from lopsided.memory import Holding, saved_by, stored
 from lopsided.notation import Rule
 from lopsided.placement import Placement
 from lopsided.recompute import retaken
-from lopsided.timeline import BUCKET_BYTES
+from lopsided.schedule import BUCKET_BYTES
 
 Saves = dict[tuple[int, Rule], tuple[Holding, ...]]  # what a call keeps under a rule, by the number of its signature
 

@@ -27,7 +27,10 @@ from lopsided.placement import Placement
 from lopsided.program import Chain, Program, Step
 from lopsided.recompute import reruns
 
-__all__ = ["GATHERS_AT_ONCE", "Compute", "Cut", "Item", "Schedule", "Transfer", "lay_out", "regathered"]
+__all__ = ["BUCKET_BYTES", "GATHERS_AT_ONCE", "Compute", "Cut", "Item", "Schedule", "Transfer", "lay_out", "regathered"]
+
+BUCKET_BYTES = 25 * 2**20
+"""How many bytes of small tensors are sent together: what DistributedDataParallel does unless told otherwise."""
 
 GATHERS_AT_ONCE = 2
 """How many gathered copies exist at once where they are freed after use: one in use, the next one on its way."""
@@ -50,11 +53,12 @@ Item = Compute | Transfer
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A training step in order. What costs nothing is left out."""
+    """A training step in order. What costs nothing is left out. What hides is sent so many bytes at a time."""
 
     forward: tuple[Item, ...]
     backward: tuple[Item, ...]
     optimizer: tuple[Compute, ...]
+    bucket_bytes: int = BUCKET_BYTES
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -66,7 +70,7 @@ class Schedule:
         return (*passes, *self.optimizer)
 
 
-def lay_out(program: Program, costs: Costs, *, regather: bool = False) -> Schedule:
+def lay_out(program: Program, costs: Costs, *, regather: bool = False, bucket_bytes: int = BUCKET_BYTES) -> Schedule:
     """The schedule of a program. With `regather`, gathered parameters are freed after their forward use, and gathered
     once more for the backward pass where it needs them.
     """
@@ -122,7 +126,7 @@ def lay_out(program: Program, costs: Costs, *, regather: bool = False) -> Schedu
             if not _is_free(seconds):
                 backward.append(Compute(step.node.name, True, seconds, cost.cut))
             backward += transposes
-    return Schedule(tuple(forward), tuple(backward), tuple(_optimizer(program, costs)))
+    return Schedule(tuple(forward), tuple(backward), tuple(_optimizer(program, costs)), bucket_bytes)
 
 
 def _conversions(

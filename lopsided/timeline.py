@@ -6,9 +6,9 @@ Every kind of device has a lane of computation (devices of a kind do the same at
 lane of communication, first in, first out, as one stream of a communication library is.
 
     a transfer that blocks       starts when every kind has arrived and the lane is free; all leave together
-    a gradient                   joins a bucket of its collective. A bucket of 25 MiB is sent when its last gradient is
-                                 there on every kind, and nobody waits for it but the optimizer
-    a gathered parameter         is gathered together with what the next consumers need, up to 25 MiB. Two such buckets
+    a gradient                   joins a bucket of its collective. A full bucket (`Schedule.bucket_bytes`) is sent when
+                                 its last gradient is there on every kind; nobody waits for it but the optimizer
+    a gathered parameter         is gathered together with what the next consumers need, up to as much. Two such buckets
                                  exist at once: the next is started when the consumer of the one before it begins. The
                                  consumer waits for its own
     the optimizer                starts when all gradients are synchronised
@@ -34,10 +34,7 @@ from dataclasses import dataclass
 
 from lopsided.collectives import Network
 from lopsided.cost import Scale, Transfer
-from lopsided.schedule import GATHERS_AT_ONCE, Compute, Item, Schedule
-
-BUCKET_BYTES = 25 * 2**20
-"""How many bytes of small tensors are sent together: what DistributedDataParallel does unless told otherwise."""
+from lopsided.schedule import BUCKET_BYTES, GATHERS_AT_ONCE, Compute, Item, Schedule
 
 NETWORK = "network"
 
@@ -122,16 +119,9 @@ class Timeline:
         }
 
 
-def run(
-    schedule: Schedule,
-    network: Network,
-    scale: Scale,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-    events: bool = False,
-) -> Timeline:
+def run(schedule: Schedule, network: Network, scale: Scale, *, events: bool = False) -> Timeline:
     """One training step."""
-    lanes = _Lanes(network, scale, bucket_bytes, [] if events else None)
+    lanes = _Lanes(network, scale, schedule.bucket_bytes, [] if events else None)
     lanes.run(schedule.forward)
     forward = max(lanes.now)
     lanes.run(schedule.backward)

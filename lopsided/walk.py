@@ -35,7 +35,7 @@ from lopsided.errors import DoesNotFitError
 from lopsided.memory import Holding, describe_excess
 from lopsided.placement import Shares
 from lopsided.schedule import GATHERS_AT_ONCE, Compute, Item, Schedule
-from lopsided.timeline import BUCKET_BYTES, dragged_s, gathers
+from lopsided.timeline import dragged_s, gathers
 
 PerKind = tuple[float, ...]
 
@@ -160,6 +160,7 @@ class Load:
         self._messages: dict[Message, int] = {}
         self._runs: dict[tuple[object, ...], int] = {}  # layers are alike, and joined once
         self._running: list[Compute] = []
+        self._bucket_bytes = schedule.bucket_bytes
         self._add_pass(schedule.forward)
         self._add_pass(schedule.backward)
         self._add(_AWAIT, _GRADIENTS)
@@ -190,7 +191,7 @@ class Load:
 
     def _add_pass(self, items: Sequence[Item]) -> None:
         """Forward or backward. What is sent when, and with what else, is as `timeline` has it."""
-        coming = gathers(items)
+        coming = gathers(items, self._bucket_bytes)
         wanted = {position: number for number, (position, _) in enumerate(coming)}
         filling: dict[str, list[Transfer]] = {}
         started = 0
@@ -214,7 +215,7 @@ class Load:
             elif item.hides:
                 bucket = filling.setdefault(item.collective, [])
                 bucket.append(item)
-                if sum(transfer.whole_bytes for transfer in bucket) >= BUCKET_BYTES:
+                if sum(transfer.whole_bytes for transfer in bucket) >= self._bucket_bytes:
                     self._send(_SEND, filling.pop(item.collective))
                     self._add(_MARK, _GRADIENTS)
             else:

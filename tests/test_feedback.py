@@ -46,7 +46,7 @@ def times_as_long(factor: float) -> Callable[[str], float]:
 def spans_of(plan: Plan, number: int, slower: Callable[[str], float], talk: float, standing: float) -> Iterator[Span]:
     """One after the other, all of a step: ops by `slower(call)`, collectives `talk` times as long as predicted."""
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
-    schedule = lay_out(plan.program, costs, regather=plan.regather)
+    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     texts = {node.name: call_text(node, plan.graph.values) for node in plan.graph.nodes}
     kind = next(k for k, (start, stop) in enumerate(plan.on.spans) if start <= number < stop)
     at = 0.0
@@ -79,7 +79,7 @@ def busy(cluster: Cluster, plan: Plan) -> list[float]:
     """Seconds that each kind computes, by the prices of a cluster."""
     on = replace(plan, on=cluster)
     costs = Costs(plan.graph, cluster, optimizer_named(plan.optimizer))
-    schedule = lay_out(plan.program, costs, regather=plan.regather)
+    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     items = [item for item in schedule.computes if isinstance(item, Compute)]
     return [
         sum(item.seconds[kind].at(fraction_of(on, item.cut, kind)) for item in items)

@@ -23,8 +23,8 @@ from lopsided.graph import Graph
 from lopsided.program import parse_program
 from lopsided.rules import RuleBook, derive_rules
 from lopsided.sample import random_program, random_shares
-from lopsided.schedule import Compute, Item, Schedule, lay_out
-from lopsided.timeline import BUCKET_BYTES, NETWORK, Timeline, run
+from lopsided.schedule import BUCKET_BYTES, Compute, Item, Schedule, lay_out
+from lopsided.timeline import NETWORK, Timeline, run
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "02_write_a_program.py"))
 NO_TIME = Link(0.0, 1e18)
@@ -59,12 +59,12 @@ def simulated(
     backward: Sequence[Item] = (),
     optimizer: Sequence[Compute] = (),
     cluster: Cluster = ONE_A_BYTE,
-    **options: int,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Timeline:
-    schedule = Schedule(tuple(forward), tuple(backward), tuple(optimizer))
-    timeline = run(schedule, Network(cluster), Scale(cluster, (0.5, 0.5)), events=True, **options)
+    schedule = Schedule(tuple(forward), tuple(backward), tuple(optimizer), bucket_bytes)
+    timeline = run(schedule, Network(cluster), Scale(cluster, (0.5, 0.5)), events=True)
     check(timeline)
-    assert run(schedule, Network(cluster), Scale(cluster, (0.5, 0.5)), **options) == replace(timeline, events=())
+    assert run(schedule, Network(cluster), Scale(cluster, (0.5, 0.5))) == replace(timeline, events=())
     return timeline
 
 
@@ -307,8 +307,8 @@ def test_every_step_is_between_its_busiest_lane_and_the_sum_of_everything(
     cluster = two(Link(latency, speed), (state.uniform(1e6, 1e9), 1e8))
     scale = Scale(cluster, random_shares(2, state))
     costs = Costs(book.graph, cluster, optimizer_named("adam"))
-    schedule = lay_out(random_program(book, state), costs, regather=regather)
-    timeline = run(schedule, costs.network, scale, bucket_bytes=bucket, events=True)
+    schedule = lay_out(random_program(book, state), costs, regather=regather, bucket_bytes=bucket)
+    timeline = run(schedule, costs.network, scale, events=True)
     check(timeline)
     computing = sum(
         max(a.at(f) for a, f in zip(item.seconds, scale.fractions(item.cut), strict=True)) for item in schedule.computes

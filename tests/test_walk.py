@@ -15,7 +15,7 @@ from lopsided.cluster import Cluster
 from lopsided.collectives import Network, Way
 from lopsided.cost import Scale
 from lopsided.memory import Holding, bytes_per_kind
-from lopsided.schedule import Schedule
+from lopsided.schedule import BUCKET_BYTES, Schedule
 from lopsided.walk import Load, Memory, Path, Point, Sizes, Walk
 
 
@@ -34,6 +34,7 @@ def test_a_walk_takes_as_long_as_the_timeline(case: tuple[Cluster, Schedule, Way
     rng = random.Random(seed)
     drag = rng.choice((0.0, 0.3))
     cluster = replace(cluster, kinds=tuple(replace(kind, drag=drag * rng.random()) for kind in cluster.kinds))
+    schedule = replace(schedule, bucket_bytes=rng.choice((1, 10**6, BUCKET_BYTES)))
     network = Network(cluster)
     shares = per_device(cluster, *(random_point(rng, cluster) for _ in NAMES), names=NAMES)
     scale, load = Scale(cluster, shares), Load(schedule, network)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lopsided.runtime.exchange import Exchange, Gathering, Layout
-from lopsided.schedule import GATHERS_AT_ONCE
-from lopsided.timeline import BUCKET_BYTES
+from lopsided.schedule import BUCKET_BYTES, GATHERS_AT_ONCE
 
 Copy = int  # the slot a gathered copy goes to: its name within a program
 

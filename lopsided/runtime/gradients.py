@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lopsided.record import BUCKETS
 from lopsided.runtime.exchange import Exchange, Layout
 from lopsided.runtime.wire import Handle
-from lopsided.timeline import BUCKET_BYTES
+from lopsided.schedule import BUCKET_BYTES
 
 SCATTERS_AT_ONCE = 2
 """How many buckets of gradients that end up cut are on their way at once."""

@@ -57,7 +57,6 @@ from lopsided.runtime.world import (
     share_plan,
     side_group,
 )
-from lopsided.timeline import BUCKET_BYTES
 
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
@@ -78,7 +77,7 @@ def parallelize(
     seed: int | None = None,
     timeout_s: float = TIMEOUT_S,
     check_every: int = CHECK_EVERY,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     measure_s: float = 20.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Parallel:
@@ -87,7 +86,7 @@ def parallelize(
     Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s`. The batch is an
     example of the global batch, all devices together; only its shapes matter. A model built on `meta` is initialised
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
-    for never. Gradients and gathered parameters are sent `bucket_bytes` at a time.
+    for never. Gradients and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
     """
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     progress("capturing the model")
@@ -137,7 +136,7 @@ class Parallel(nn.Module):
         seed: int = 0,
         timeout_s: float = TIMEOUT_S,
         check_every: int = CHECK_EVERY,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         randomness: AnyRandomness | None = None,
     ) -> None:
         super().__init__()
@@ -169,7 +168,7 @@ class Parallel(nn.Module):
         self._told: torch.cuda.Event | None = None  # behind which the last loss is on the host
         if self.wire is not None:
             self._exchange = Exchange(self.wire, self.shares, network)
-            self._gradients = Gradients(self._exchange, bucket_bytes)
+            self._gradients = Gradients(self._exchange, plan.bucket_bytes if bucket_bytes is None else bucket_bytes)
             # Weakly: a module that nobody needs is gone at once, and its watch with it.
             this = weakref.ref(self)
             self._gradients.on_finish = lambda: _step_is_done(this())

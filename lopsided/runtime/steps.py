@@ -25,8 +25,7 @@ from lopsided.runtime.gradients import Gradients, Synced
 from lopsided.runtime.instructions import Compute, Convert, Gather, Instruction, Pass, Region, Slots, Whole, run_all
 from lopsided.runtime.op import AnyRandomness, Op
 from lopsided.runtime.randomness import streams_of
-from lopsided.schedule import regathered
-from lopsided.timeline import BUCKET_BYTES
+from lopsided.schedule import BUCKET_BYTES, regathered
 
 
 class Steps:

@@ -161,7 +161,9 @@ def test_a_plan_without_it_is_legal_and_predicted_as_it_is(name: str, small: Gra
     where = unequal(8, 4, 1)
     whole, fewer = plan_graph(small, where, book=book), plan_graph(small, where, book=book, without=[name])
     check_program(fewer.program, book)
-    step_s, breakdown, memory = predict(fewer.program, fewer.shares, fewer.on, "adamw", fewer.regather)
+    step_s, breakdown, memory = predict(
+        fewer.program, fewer.shares, fewer.on, "adamw", fewer.regather, fewer.bucket_bytes
+    )
     assert (fewer.step_s, fewer.breakdown, fewer.memory_bytes) == (step_s, breakdown, memory)
     # Rounding and turns of the search may by chance end a little better.
     assert fewer.step_s >= whole.step_s * 0.98

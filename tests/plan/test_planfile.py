@@ -133,7 +133,7 @@ def gather_again(told: dict[str, Any]) -> None:
 def test_an_edit_is_predicted_anew_and_noted(change: Callable[[dict[str, Any]], None], words: str) -> None:
     before = plan_of()
     plan = parse_plan(edited(change))
-    expected = predict(plan.program, plan.shares, plan.on, plan.optimizer, plan.regather)
+    expected = predict(plan.program, plan.shares, plan.on, plan.optimizer, plan.regather, plan.bucket_bytes)
     assert (plan.step_s, plan.breakdown, plan.memory_bytes) == expected
     assert (plan.step_s, plan.memory_bytes) != (before.step_s, before.memory_bytes)
     assert plan.notes[0] == before.notes[0]
@@ -142,11 +142,30 @@ def test_an_edit_is_predicted_anew_and_noted(change: Callable[[dict[str, Any]], 
     assert parse_plan(plan_text(plan)) == plan
 
 
+def test_how_much_is_sent_at_a_time_is_read_and_may_be_edited() -> None:
+    small = replace(plan_of(), bucket_bytes=2**20)
+    step_s, breakdown, memory = predict(small.program, small.shares, small.on, small.optimizer, False, 2**20)
+    small = replace(small, step_s=step_s, breakdown=breakdown, memory_bytes=memory)
+    assert parse_plan(plan_text(small)) == small
+    plan = parse_plan(edited(put("bucket_bytes", value=2**20)))
+    assert (plan.bucket_bytes, plan.step_s) == (2**20, step_s)
+    assert any("bucket_bytes" in note for note in plan.notes)
+
+
+def test_a_plan_that_does_not_say_how_much_is_sent_at_a_time_sends_what_everyone_does() -> None:
+    def forget(told: dict[str, Any]) -> None:
+        del told["bucket_bytes"], told["prediction_of"]["bucket_bytes"]
+
+    assert parse_plan(edited(forget)) == plan_of()
+
+
 def test_cuts_give_way_to_shares_that_were_edited() -> None:
     plan = parse_plan(edited(put("shares", "work", value=[0.1, 0.45, 0.45])))
     assert plan.shares.cuts == ()
     assert plan.shares.cut(70) == (7, 32, 31)
-    assert plan.step_s == predict(plan.program, plan.shares, plan.on, plan.optimizer, plan.regather)[0]
+    assert (
+        plan.step_s == predict(plan.program, plan.shares, plan.on, plan.optimizer, plan.regather, plan.bucket_bytes)[0]
+    )
     assert any(note.startswith(f"{EDITED}: shares;") for note in plan.notes)
     assert any("cuts in the file were made for other shares and are dropped" in note for note in plan.notes)
     assert parse_plan(plan_text(plan)) == plan
@@ -296,6 +315,8 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], tuple[str, ...]]] = {
     "a device that is not there": (put("without_device", "box/big-9", value=1.0), ("box/big-9",)),
     "a cursor that moves": (put("notes", value=["\x1b[2J"]), ("notes", "one line")),
     "an endless note": (put("notes", value=["x" * 20_000]), ("notes", "one line")),
+    "too much at a time": (put("bucket_bytes", value=2**30), ('"bucket_bytes"', "26,214,400")),
+    "nothing at a time": (put("bucket_bytes", value=0), ('"bucket_bytes"',)),
     "a newer version": (put("version", value=VERSION + 1), ("made by a newer lopsided",)),
     "an older version": (put("version", value=0), ("no version 0",)),
     "another format": (put("format", value="zip"), ("not a plan",)),

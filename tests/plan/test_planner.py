@@ -26,6 +26,7 @@ from lopsided.prices import SharePrices
 from lopsided.program import check_program
 from lopsided.retype import in_dtype
 from lopsided.rules import derive_rules
+from lopsided.schedule import BUCKET_BYTES
 from lopsided.search import Progress
 from lopsided.simulate import one_device, simulate
 from lopsided.verify import compare
@@ -169,10 +170,26 @@ def test_one_device_is_one_device(wide: Graph) -> None:
 
 def test_predict_agrees_with_the_plan(wide: Graph) -> None:
     made = plan_graph(wide, cluster(1, 2, 3))
-    step_s, breakdown, memory = predict(made.program, made.shares, made.on, made.optimizer, made.regather)
+    step_s, breakdown, memory = predict(
+        made.program, made.shares, made.on, made.optimizer, made.regather, made.bucket_bytes
+    )
     assert (step_s, breakdown, memory) == (made.step_s, made.breakdown, made.memory_bytes)
     parts = (breakdown.compute_s, breakdown.optimizer_s, breakdown.blocking_s, breakdown.exposed_s, breakdown.waiting_s)
     assert sum(parts) == pytest.approx(step_s)
+
+
+def test_how_much_is_sent_at_a_time_is_planned() -> None:
+    """Where sending takes as long as computing, small buckets leave early; where only latency counts, large ones do."""
+    layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))  # 4 MiB of weights each
+    graph = capture(layers, torch.ones(512, 1024), loss_fn=lambda out, _: out.sum())
+    slow, late = (
+        plan_graph(graph, cluster(1, 1, bytes_per_s=speed, latency_s=latency_s), pins=["*=I"])
+        for speed, latency_s in ((4e9, 1e-6), (1e13, 1e-2))
+    )
+    assert slow.bucket_bytes < BUCKET_BYTES == late.bucket_bytes
+    at_once = predict(slow.program, slow.shares, slow.on, slow.optimizer, slow.regather)[0]
+    assert slow.step_s < at_once
+    assert plan_graph(graph, slow.cluster, pins=["*=I"], without=["overlap"]).bucket_bytes == BUCKET_BYTES
 
 
 def stored_in(made: Plan) -> dict[str, object]:
@@ -396,7 +413,7 @@ def test_a_plan_that_is_known_is_never_beaten_by_a_slower_one(wide: Graph) -> No
     part = corrected
     for device in corrected.device_names:
         part = part if device in first.devices else part.without_device(device)
-    now_s, *_ = predict(first.program, first.shares, part, first.optimizer, first.regather)
+    now_s, *_ = predict(first.program, first.shares, part, first.optimizer, first.regather, first.bucket_bytes)
     again = plan_graph(wide, corrected, known=[first])
     assert again.step_s <= now_s * (1 + 1e-9)
     # With no time to search, it is what is known.

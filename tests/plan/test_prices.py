@@ -13,7 +13,7 @@ from lopsided.graph import Graph, Leaf
 from lopsided.placement import I, P, R, S, Shares
 from lopsided.prices import Hidden, SharePrices
 from lopsided.rules import derive_rules
-from lopsided.timeline import BUCKET_BYTES
+from lopsided.schedule import BUCKET_BYTES
 
 HAP = load_cluster("hap-64")
 SHARES = Shares((1 / 64,) * 64)

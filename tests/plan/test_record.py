@@ -34,7 +34,7 @@ from lopsided.schedule import Compute, lay_out
 def as_predicted(plan: Plan, *, slower: float = 1.0, late_s: float = 0.0) -> Run:
     """A run that does exactly what its plan says, each op `slower` times as long; its second device comes late."""
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
-    schedule = lay_out(plan.program, costs, regather=plan.regather)
+    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     devices = []
     for number, device in enumerate(plan.devices):
         kind = next(k for k, (start, stop) in enumerate(plan.on.spans) if start <= number < stop)

@@ -94,7 +94,7 @@ def test_segments_are_found_where_they_pay(spec: str, batch: int) -> None:
     assert len(names_in(made.program) - {"state"}) > 1
     # All parts cut by the work shares take longer: rounding aside, that is one choice of the linear program.
     alike = Shares(made.shares.work, tuple(named for named in made.shares.named if named[0] == "state"))
-    assert made.step_s < predict(made.program, alike, made.on, made.optimizer, made.regather)[0]
+    assert made.step_s < predict(made.program, alike, made.on, made.optimizer, made.regather, made.bucket_bytes)[0]
 
 
 def test_a_segmented_plan_computes_what_one_device_computes() -> None:

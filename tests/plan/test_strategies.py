@@ -128,7 +128,7 @@ class Searched:
 
 def schedule_of(plan: Plan) -> Schedule:
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
-    return lay_out(plan.program, costs, regather=plan.regather)
+    return lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
 
 
 def transfers(items: Iterable[object]) -> list[Transfer]:
