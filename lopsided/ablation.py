@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lopsided.cluster import MEASURABLE, Cluster
 from lopsided.collectives import Network, Way
@@ -141,9 +142,9 @@ class Belief:
 
         def real(kind: Kind) -> Kind:
             # What a believed kind says of its source is its number.
-            return replace(
-                self.real.kinds[int(kind.source)], name=kind.name, node=kind.node, nodes=kind.nodes, count=kind.count
-            )
+            known = self.real.kinds[int(kind.source)]
+            known = known.with_fewer(self.real.beside(known), part.beside(kind))
+            return replace(known, name=kind.name, node=kind.node, nodes=kind.nodes, count=kind.count)
 
         return replace(part, kinds=tuple(real(kind) for kind in part.kinds))
 
@@ -157,8 +158,8 @@ def beliefs(cluster: Cluster, without: frozenset[str]) -> tuple[Belief, ...]:
 def _believed(cluster: Cluster, *, flops_only: bool) -> Cluster:
     numbered = [replace(kind, source=str(number)) for number, kind in enumerate(cluster.kinds)]
     if flops_only:
-        nothing = {"bytes_per_s": _ENDLESS_BYTES_PER_S, "launch_s": 0.0, "measured": (), "drag": 0.0, "overhead_s": 0.0}
-        numbered = [replace(kind, **nothing) for kind in numbered]  # type: ignore[arg-type]
+        nothing: dict[str, Any] = {"launch_s": 0.0, "measured": (), "drag": 0.0, "overhead_s": 0.0, "crowding": 1.0}
+        numbered = [replace(kind, bytes_per_s=_ENDLESS_BYTES_PER_S, **nothing) for kind in numbered]
     return replace(cluster, kinds=tuple(numbered))
 
 

@@ -137,7 +137,7 @@ def subject_of(what: str) -> str:
     >>> subject_of("gradient of norm.bias and 51 more"), subject_of("%loss P→I")
     ('norm.bias', 'loss')
     """
-    first = what.removeprefix("drag of ").removeprefix("gradient of ").partition(",")[0].partition(" ")[0]
+    first = what.removeprefix("gradient of ").partition(",")[0].partition(" ")[0]
     return first.lstrip("∂%").rstrip(":")
 
 

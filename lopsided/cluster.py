@@ -28,12 +28,17 @@ of eight. A kind is found `count` times in each of `nodes` nodes; kinds with the
 What else may be given: `overhead_s` of devices (what their processes take around every op and conversion, forward or
 backward, beside the op itself), `drag` (what part of their computing stands still while something is sent behind it),
 `stretch` (how much longer what is sent behind computing takes), `skew` of a collective (the part of its seconds a byte
-that grows with the largest piece), and links between two nodes that are not as fast as the others:
+that grows with the largest piece), `crowding` of devices that share a chip, and links between two nodes that are not as
+fast as the others:
 
     [[links.pair]]
     nodes = ["big-1", "small"]
     latency_s = 1e-3
     bytes_per_s = 2.5e7
+
+A device is described as it is when all n devices of its node work. With a `crowding` of c, what then takes t seconds
+takes t / c alone, and t / c · (1 + (c − 1) · (m − 1) / (n − 1)) when m of them work (`Kind.with_fewer`): so it is in a
+smaller cluster, which has that last factor for its crowding.
 
 Files may come from strangers: every key, type and range is checked, here and in the types themselves.
 """
@@ -198,6 +203,10 @@ class Cluster:
         """How many devices a node has: every size there is, once."""
         return tuple(sorted({sum(kind.count for kind in group) for group in self._by_node.values()}))
 
+    def beside(self, kind: Kind) -> int:
+        """How many devices a node of this kind has, of whatever kind."""
+        return sum(other.count for other in self._by_node[kind.node])
+
     @cached_property
     def node_names(self) -> tuple[str, ...]:
         return tuple(name for node, group in self._by_node.items() for name in _node_names(node, group[0].nodes))
@@ -271,7 +280,8 @@ class Cluster:
             if rest is not None:
                 kinds.append(replace(kind, node=rest, nodes=kind.nodes - 1))
             if count := kind.count - (k == gone):
-                kinds.append(replace(kind, node=odd, nodes=1, count=count))
+                was = self.beside(kind)
+                kinds.append(replace(kind.with_fewer(was, was - 1), node=odd, nodes=1, count=count))
         return self._smaller(kinds, name)
 
     def without_node(self, name: str) -> Cluster:
@@ -299,7 +309,11 @@ class Cluster:
                 where=f"cluster {shown(self.name)}",
                 do=f"choose from 0 to {len(self.kinds) - 1}",
             )
-        return self._smaller([kind for k, kind in enumerate(self.kinds) if k in wanted], "all of its kinds")
+        kept = [kind for k, kind in enumerate(self.kinds) if k in wanted]
+        left = Counter[str]()
+        for kind in kept:
+            left[kind.node] += kind.count
+        return self._smaller([k.with_fewer(self.beside(k), left[k.node]) for k in kept], "all of its kinds")
 
     def _smaller(self, kinds: Sequence[Kind], gone: str) -> Cluster:
         if not kinds:
@@ -516,7 +530,7 @@ def _read_measured(table: _Table) -> Measured:
 def _read_kind(table: _Table) -> Kind:
     table.allow(
         *("name", "node", "nodes", "count", "flops_per_s", "efficiency", "bytes_per_s", "memory", "launch_s", "source"),
-        *("measured", "drag", "overhead_s"),
+        *("measured", "drag", "overhead_s", "crowding"),
     )
     name = table.text("name", '"v100"')
     table = replace(table, where=f"{table.where} ({shown(name)})")
@@ -525,9 +539,13 @@ def _read_kind(table: _Table) -> Kind:
     speeds, memory = _read_speeds(table), _read_memory(table)
     bytes_per_s, launch_s = table.number("bytes_per_s", "900e9"), table.number("launch_s", "8e-6", 8e-6)
     drag, overhead_s = table.number("drag", "0.2", 0.0), table.number("overhead_s", "2e-5", 0.0)
+    crowding = table.number("crowding", "1.3", 1.0)
     measured = tuple(_read_measured(entry) for entry in table.tables("measured", "[[devices.measured]] tables"))
     with table.located():
-        return Kind(name, node, nodes, count, speeds, bytes_per_s, memory, launch_s, source, measured, drag, overhead_s)
+        return Kind(
+            *(name, node, nodes, count, speeds, bytes_per_s, memory, launch_s, source, measured, drag, overhead_s),
+            crowding=crowding,
+        )
 
 
 def _read_link(table: _Table, *more: str) -> Link:

@@ -7,13 +7,16 @@ a test) gets the same refusals, so nothing after this has to look again.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lopsided.errors import ClusterError
 
 MOST_DEVICES = 65_536
 SPEED_DTYPES = ("f64", "f32", "bf16", "f16")
+
+_MOST_FLOPS_PER_S, _MOST_BYTES_PER_S = 1e24, 1e18
 
 Points = tuple[tuple[float, float], ...]
 
@@ -100,6 +103,7 @@ class Kind:
     measured: tuple[Measured, ...] = ()
     drag: float = 0.0  # what part of its computing stands still while something is sent behind it
     overhead_s: float = 0.0  # what its process takes around every op and conversion, forward or backward
+    crowding: float = 1.0  # how many times as long its calls take with all of its node at work as with it alone
 
     def __post_init__(self) -> None:
         where = f"kind {shown(self.name)}"
@@ -116,12 +120,13 @@ class Kind:
                 do=f"give it once for one or more of {', '.join(SPEED_DTYPES)}",
             )
         for dtype, flops in self.flops_per_s:
-            check_between(flops, 1, 1e24, f"flops_per_s of {dtype}", where)
-        check_between(self.bytes_per_s, 1, 1e18, "bytes_per_s", where)
+            check_between(flops, 1, _MOST_FLOPS_PER_S, f"flops_per_s of {dtype}", where)
+        check_between(self.bytes_per_s, 1, _MOST_BYTES_PER_S, "bytes_per_s", where)
         check_between(self.memory_bytes, 1, 2**60, "memory", where)
         check_between(self.launch_s, 0, 3600, "launch_s", where)
         check_between(self.drag, 0, 1, "drag", where)
         check_between(self.overhead_s, 0, 3600, "overhead_s", where)
+        check_between(self.crowding, 1, 100, "crowding", where)
         if len({m.call for m in self.measured}) < len(self.measured):
             raise ClusterError(
                 "a call was measured twice", where=where, do="put its points into one [[devices.measured]]"
@@ -159,8 +164,55 @@ class Kind:
         tables = sorted((m.call, _plain(m.forward), _plain(m.backward)) for m in self.measured)
         facts = [speeds, float(self.bytes_per_s), int(self.memory_bytes), float(self.launch_s), tables]
         beside = [float(self.drag), float(self.overhead_s)]
+        if self.crowding != 1:
+            return json.dumps([*facts, beside, float(self.crowding)])
         # Devices that nobody measured are as they always were: plans for them keep their fingerprints.
         return json.dumps([*facts, beside] if any(beside) else facts)
+
+    def with_fewer(self, was: int, now: int) -> Kind:
+        """The same devices when `now` of the `was` devices of their node work: faster, if they crowd each other."""
+        if self.crowding == 1 or was == now:
+            return self
+        left = 1 + (self.crowding - 1) * (now - 1) / (was - 1)
+        times = left / self.crowding  # as long as before
+        return replace(
+            self,
+            flops_per_s=tuple((dtype, min(flops / times, _MOST_FLOPS_PER_S)) for dtype, flops in self.flops_per_s),
+            bytes_per_s=min(self.bytes_per_s / times, _MOST_BYTES_PER_S),
+            launch_s=self.launch_s * times,
+            overhead_s=self.overhead_s * times,
+            measured=tuple(
+                replace(entry, forward=_in_times(entry.forward, times), backward=_in_times(entry.backward, times))
+                for entry in self.measured
+            ),
+            crowding=left,
+        )
+
+    def is_same_alone(self, other: Kind) -> bool:
+        """Whether devices may be the same, however many others worked beside them when they were described."""
+        if self.crowding == other.crowding:
+            return self.likeness == other.likeness
+        mine, theirs = (_numbers_alone(kind) for kind in (self, other))
+        return len(mine) == len(theirs) and all(
+            one == two if isinstance(one, str) or isinstance(two, str) else math.isclose(one, two, rel_tol=1e-9)
+            for one, two in zip(mine, theirs, strict=True)
+        )
+
+
+def _in_times(points: Points, times: float) -> Points:
+    return tuple((fraction, seconds * times) for fraction, seconds in points)
+
+
+def _numbers_alone(kind: Kind) -> list[float | str]:
+    """What a likeness is of, but as if no other device of the node worked, in a fixed order."""
+    alone = kind.with_fewer(2, 1)
+    found: list[float | str] = [alone.bytes_per_s, alone.memory_bytes, alone.launch_s, alone.drag, alone.overhead_s]
+    for dtype, flops in sorted(alone.flops_per_s):
+        found += [dtype, flops]
+    for entry in sorted(alone.measured, key=lambda entry: entry.call):
+        for points in (entry.forward, entry.backward):
+            found += [entry.call, *(number for point in sorted(points) for number in point)]
+    return found
 
 
 def _plain(points: Points) -> list[list[float]]:
@@ -211,6 +263,8 @@ def kind_lines(kind: Kind) -> Iterator[str]:
         yield f"drag = {float(kind.drag)!r}"
     if kind.overhead_s:
         yield f"overhead_s = {float(kind.overhead_s)!r}"
+    if kind.crowding != 1:
+        yield f"crowding = {float(kind.crowding)!r}"
     if kind.source:
         yield f"source = {quoted(kind.source)}"
     for measured in kind.measured:

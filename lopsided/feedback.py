@@ -62,12 +62,12 @@ def learnt(run: Run) -> Fed:
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
     schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     corrections: list[Correction] = []
-    tables: dict[tuple[str, str], tuple[Measured, ...]] = {}
-    alike: dict[str, tuple[Measured, ...]] = {}  # for devices that the plan left out
+    tables: dict[tuple[str, str], _Table] = {}
+    alike: dict[str, _Table] = {}  # for devices that the plan left out
     for number, kind in enumerate(plan.on.kinds):
         calls = [*_calls(run, costs, schedule, number)]
         table, told = _table(kind, calls, plan.optimizer)
-        tables[kind.node, kind.name] = alike[kind.likeness] = table
+        tables[kind.node, kind.name] = alike[kind.likeness] = (table, kind.crowding)
         corrections += told
     ways = [*_ways(run, costs.network)] if plan.on.devices > 1 else []
     corrections += [
@@ -76,12 +76,28 @@ def learnt(run: Run) -> Fed:
         if way.implementation in MEASURABLE.get(way.collective, ())
     ]
     kinds = tuple(
-        replace(kind, measured=tables.get((kind.node, kind.name), alike.get(kind.likeness, kind.measured)))
-        for kind in plan.cluster.kinds
+        _with(kind, tables.get((kind.node, kind.name), alike.get(kind.likeness))) for kind in plan.cluster.kinds
     )
     collectives = _collectives(plan.cluster, ways)
     cluster = replace(plan.cluster, kinds=kinds, collectives=collectives, about=_about(plan.cluster, run))
     return Fed(cluster, tuple(corrections))
+
+
+_Table = tuple[tuple[Measured, ...], float]
+"""What was measured, and how crowded it was then."""
+
+
+def _with(kind: Kind, found: _Table | None) -> Kind:
+    """The kind with a table, if there is one, as it would be with all devices of the cluster at work."""
+    if found is None:
+        return kind
+    table, crowding = found
+    times = kind.crowding / crowding
+    if times != 1:
+        table = tuple(
+            replace(one, forward=_scaled(one.forward, times), backward=_scaled(one.backward, times)) for one in table
+        )
+    return replace(kind, measured=table)
 
 
 def _about(cluster: Cluster, run: Run) -> str:

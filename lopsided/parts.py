@@ -75,5 +75,5 @@ def single_devices(cluster: Cluster) -> Iterator[Cluster]:
     """One device of each kind, by itself."""
     for kind in cluster.kinds:
         node = kind.node if kind.nodes == 1 else f"{kind.node}-1"
-        alone = replace(kind, node=node, nodes=1, count=1)
+        alone = replace(kind.with_fewer(cluster.beside(kind), 1), node=node, nodes=1, count=1)
         yield Cluster(cluster.name, cluster.about, (alone,), cluster.within, cluster.between)

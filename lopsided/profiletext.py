@@ -117,6 +117,9 @@ def _call_lines(found: Measurement) -> Iterator[str]:
         total = sum(line.step_s for line in rest)
         rows.append([f"{len(rest)} more", "", seconds_text(total), percent(_weighted(rest)), ""])
     yield from _table(rows)
+    if found.rehearsed:
+        times = _times(found.rehearsed)
+        yield f"a whole step takes {times} times as long as its calls one by one; they are scaled by that"
     worst = [line for line in sorted(lines, key=lambda line: -line.error * line.step_s) if line.error > _BAD]
     if worst:
         yield "worst fits"
@@ -125,6 +128,15 @@ def _call_lines(found: Measurement) -> Iterator[str]:
         rows = [[percent(line.error), seconds_text(line.step_s), short(name, 28), line.call] for name, line in named]
         for row in _table(rows, (2, 3)):
             yield short(f"  {row}", WIDTH)
+
+
+def _times(ratios: Sequence[float]) -> str:
+    """
+    >>> _times([1.071]), _times([1.02, 1.09])
+    ('1.07', '1.02 to 1.09')
+    """
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def _call_row(line: Line) -> list[str]:
@@ -230,6 +242,7 @@ def measurement_json(found: Measurement) -> dict[str, Any]:
         "link_error": found.link_error,
         "link_noise": found.link_noise,
         "stretch": found.stretch,
+        "rehearsed": list(found.rehearsed),
         "devices": [{"name": name, "drag": drag} for name, drag in zip(cluster.device_names, found.drag, strict=True)],
         "calls": [
             {

@@ -14,10 +14,10 @@ lane of communication, first in, first out, as one stream of a communication lib
     the optimizer                starts when all gradients are synchronised
     the step                     ends with the slowest kind
 
-What is sent behind computing is not quite free: it drags on it, by a part of the seconds it is under way (`Kind.drag`:
-communication threads use the core that computes, kernels of a communication library the multiprocessors). Beside
-computing it is under way for longer (`Cluster.stretch`). A device pays when it sends, and pays nothing if it then
-stands still anyway; the lane is free when the transfer would be over if nobody computed: so it is for what is awaited.
+What is sent behind computing is not quite free. As long as anyone computes beside it, it is `Cluster.stretch` times as
+long under way, and takes a part (`Kind.drag`) of what those compute meanwhile: communication threads use the core that
+computes, kernels of a communication library the multiprocessors. When all stand and wait for it, the rest of it takes
+what it takes alone.
 
 A bucket pays the latency once. Its bytes add up, and so does bytes × largest, since the price of a way is linear in
 both.
@@ -37,6 +37,8 @@ from lopsided.cost import Scale, Transfer
 from lopsided.schedule import BUCKET_BYTES, GATHERS_AT_ONCE, Compute, Item, Schedule
 
 NETWORK = "network"
+
+_LEAST_LEFT = 0.05  # of computing beside what is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def run(schedule: Schedule, network: Network, scale: Scale, *, events: bool = Fa
     lanes.run(schedule.forward)
     forward = max(lanes.now)
     lanes.run(schedule.backward)
-    lanes.stand_still(lanes.synchronised)
+    lanes.wait_for(lanes.last_gradients)
     backward = max(lanes.now) - forward
     computed = lanes.computed
     lanes.computed = [0.0] * len(computed)
@@ -143,7 +145,7 @@ def run(schedule: Schedule, network: Network, scale: Scale, *, events: bool = Fa
         ),
         lanes.blocking,
         lanes.hiding,
-        tuple(lanes.events or ()),
+        lanes.all_events(),
     )
 
 
@@ -162,6 +164,10 @@ class _Bucket:
         self.skewed += transfer.whole_bytes * scale.largest(transfer.cuts)
 
     @property
+    def largest(self) -> float:
+        return self.skewed / self.size if self.size else 1.0
+
+    @property
     def what(self) -> str:
         more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
         return ", ".join(self.names[:3]) + more
@@ -175,18 +181,32 @@ class _Gather:
     buckets: list[_Bucket]
 
 
+@dataclass(slots=True)
+class _Hiding:
+    """A bucket that is sent: when it starts, and when it ends if computing goes on beside it."""
+
+    bucket: _Bucket
+    alone_s: float
+    start: float
+    end: float
+
+
 class _Lanes:
     """The state of the simulation: plain numbers, one per kind."""
 
     def __init__(self, network: Network, scale: Scale, bucket_bytes: int, events: list[Event] | None) -> None:
         self.network, self.scale, self.bucket_bytes, self.events = network, scale, bucket_bytes, events
         self.kinds = [kind.name for kind in scale.cluster.kinds]
-        self.drags = tuple(kind.drag for kind in scale.cluster.kinds)
+        # Who is slowed down for good would never end.
+        self.left = tuple(max(1 - kind.drag, _LEAST_LEFT) for kind in scale.cluster.kinds)
+        self.stretch = network.cluster.stretch
         self.now = [0.0] * len(self.kinds)
         self.computed, self.waiting, self.exposed = [list(self.now) for _ in range(3)]
-        self.free = 0.0  # when the network's lane is
-        self.hidden: list[tuple[float, float]] = []  # when it was busy with what hides
-        self.synchronised = 0.0  # when the last gradient is
+        self.free = 0.0  # when the network's lane is, if computing goes on
+        self.hiding_ones: list[_Hiding] = []  # in the order they are sent
+        self.last_gradients = -1  # their number among these
+        self.passed = 0  # so many of them are over for all,
+        self.over = [0] * len(self.kinds)  # and for each
         self.blocking = self.hiding = 0.0
         self._computing: dict[tuple[int, object], tuple[float, ...]] = {}
         self._sending: dict[tuple[str, float, float], float] = {}
@@ -195,7 +215,7 @@ class _Lanes:
         """One pass, forward or backward."""
         coming = [_gather(at, sent, self.scale) for at, sent in gathers(items, self.bucket_bytes)]
         wanted = {gather.wanted_at: number for number, gather in enumerate(coming)}
-        there: list[float] = []  # when each gather is done
+        there: list[int] = []  # the last bucket of each gather, by its number
         filling: dict[str, _Bucket] = {}
         for gather in coming[:GATHERS_AT_ONCE]:
             there.append(self.start(gather))
@@ -205,7 +225,7 @@ class _Lanes:
                     number = wanted[position]
                     if len(there) < len(coming) and len(there) < number + GATHERS_AT_ONCE:
                         there.append(self.start(coming[len(there)]))
-                    self.stand_still(there[number])
+                    self.wait_for(there[number])
                 self.compute(item)
             elif item.ahead:
                 continue
@@ -213,15 +233,15 @@ class _Lanes:
                 bucket = filling.setdefault(item.collective, _Bucket(item.collective, []))
                 bucket.add(item, self.scale)
                 if bucket.size >= self.bucket_bytes:
-                    self.synchronised = self.send(filling.pop(item.collective))
+                    self.last_gradients = self.send(filling.pop(item.collective))
             else:
                 self.block(item)
         for gather in coming[len(there) :]:
             there.append(self.start(gather))
         if coming and coming[-1].wanted_at == len(items):
-            self.stand_still(there[-1])
+            self.wait_for(there[-1])
         for bucket in filling.values():
-            self.synchronised = self.send(bucket)
+            self.last_gradients = self.send(bucket)
 
     def compute(self, item: Compute) -> None:
         key = (id(item.seconds), item.cut)
@@ -230,49 +250,67 @@ class _Lanes:
             fractions = self.scale.fractions(item.cut)
             seconds = tuple(affine.at(f) for affine, f in zip(item.seconds, fractions, strict=True))
             self._computing[key] = seconds
+        ends = [self._computed(k, start, taken) for k, (start, taken) in enumerate(zip(self.now, seconds, strict=True))]
         if self.events is not None:
             what = f"∂{item.node}" if item.backward else item.node
-            for kind, start, taken in zip(self.kinds, self.now, seconds, strict=True):
-                self.events.append(Event(kind, what, start, start + taken))
-        self.charge(seconds)
+            for kind, start, end in zip(self.kinds, self.now, ends, strict=True):
+                self.events.append(Event(kind, what, start, end))
+        self.computed = [c + end - start for c, start, end in zip(self.computed, self.now, ends, strict=True)]
+        self.now = ends
+
+    def _computed(self, k: int, now: float, seconds: float) -> float:
+        """When a kind has computed for so long, beside what is sent meanwhile."""
+        left = self.left[k]
+        while left < 1 and self.over[k] < len(self.hiding_ones):
+            one = self.hiding_ones[self.over[k]]
+            if now + seconds <= one.start:
+                break
+            before = max(one.start - now, 0.0)
+            now, seconds = now + before, seconds - before
+            if now + seconds / left <= one.end:
+                return now + seconds / left
+            now, seconds = max(one.end, now), seconds - max(one.end - now, 0.0) * left
+            self.over[k] += 1
+        return now + seconds
 
     def block(self, transfer: Transfer) -> None:
+        self.wait_for(len(self.hiding_ones) - 1)
         start = max(*self.now, self.free)
         self.stand_still(start)
-        size = transfer.whole_bytes
-        taken = self.seconds(transfer.collective, size, self.scale.largest(transfer.cuts))
+        size, largest = transfer.whole_bytes, self.scale.largest(transfer.cuts)
+        taken = self.seconds(transfer.collective, size, largest)
         self.blocking += taken
         self.free = start + taken
         self.now = [self.free] * len(self.now)
-        self.note(transfer.what, start, transfer.collective, size, self.scale.largest(transfer.cuts), hides=False)
+        self.note(transfer.what, start, self.free, transfer.collective, size, largest, hides=False)
 
-    def start(self, gather: _Gather) -> float:
-        end = 0.0
-        for bucket in gather.buckets:
-            end = self.send(bucket)
-        return end
+    def start(self, gather: _Gather) -> int:
+        return [self.send(bucket) for bucket in gather.buckets][-1]
 
-    def send(self, bucket: _Bucket) -> float:
-        """Put a bucket on the network's lane, now that the last kind has arrived; when it is done."""
+    def send(self, bucket: _Bucket) -> int:
+        """Put a bucket on the network's lane, now that the last kind has arrived; its number."""
         start = max(*self.now, self.free)
-        largest = bucket.skewed / bucket.size if bucket.size else 1.0
-        taken = self.seconds(bucket.collective, bucket.size, largest)
+        taken = self.seconds(bucket.collective, bucket.size, bucket.largest)
         self.hiding += taken
-        self.free = start + taken
-        self.hidden.append((start, self.free))
-        self.note(bucket.what, start, bucket.collective, bucket.size, largest, hides=True)
-        if any(self.drags):
-            dragged = [dragged_s(self.network, bucket.collective, bucket.size) * drag for drag in self.drags]
-            if self.events is not None:
-                told = zip(self.kinds, self.now, dragged, strict=True)
-                self.events += [Event(kind, f"drag of {bucket.what}", now, now + taken) for kind, now, taken in told]
-            self.charge(dragged)
-        return self.free
+        self.free = start + self.stretch * taken
+        self.hiding_ones.append(_Hiding(bucket, taken, start, self.free))
+        return len(self.hiding_ones) - 1
 
-    def charge(self, seconds: Sequence[float]) -> None:
-        """What a transfer takes from computing."""
-        self.now = [a + b for a, b in zip(self.now, seconds, strict=True)]
-        self.computed = [a + b for a, b in zip(self.computed, seconds, strict=True)]
+    def wait_for(self, number: int) -> None:
+        """All stand still until a bucket has come through. It hurries now that nobody computes beside it."""
+        if number < self.passed:
+            return
+        arrived = clock = max(self.now)
+        for k, one in enumerate(self.hiding_ones[self.passed :], self.passed):
+            if one.end <= arrived:
+                continue
+            left_s = one.alone_s if one.start >= arrived else (one.end - arrived) / self.stretch
+            one.start = min(one.start, clock)
+            clock = one.end = clock + left_s * (1.0 if k <= number else self.stretch)
+        if clock > arrived:
+            self.free = clock
+        self.stand_still(self.hiding_ones[number].end)
+        self.passed = number + 1
 
     def seconds(self, collective: str, size: int, largest: float) -> float:
         key = (collective, size, largest)
@@ -291,24 +329,27 @@ class _Lanes:
 
     def _hiding_between(self, start: float, stop: float) -> float:
         total = 0.0
-        for begun, ended in reversed(self.hidden):
-            if ended <= start:
+        for one in reversed(self.hiding_ones):
+            if one.end <= start:
                 break
-            total += max(min(ended, stop) - max(begun, start), 0.0)
+            total += max(min(one.end, stop) - max(one.start, start), 0.0)
         return total
 
-    def note(self, what: str, start: float, collective: str, size: int, largest: float, *, hides: bool) -> None:
+    def note(
+        self, what: str, start: float, end: float, collective: str, size: int, largest: float, *, hides: bool
+    ) -> None:
         if self.events is not None:
             way = self.network.best(collective, size, largest).implementation
-            self.events.append(Event(NETWORK, what, start, self.free, collective, way, size, hides))
+            self.events.append(Event(NETWORK, what, start, end, collective, way, size, hides))
 
-
-def dragged_s(network: Network, collective: str, size: int) -> float:
-    """The seconds of a transfer of which a device's drag takes a part: how long it is under way beside computing.
-
-    In equal pieces: handling bytes takes what it takes, however unequal they are.
-    """
-    return network.best(collective, size).seconds(size) * network.cluster.stretch
+    def all_events(self) -> tuple[Event, ...]:
+        """Those of each lane in the order of time."""
+        if self.events is None:
+            return ()
+        for one in self.hiding_ones:
+            bucket = one.bucket
+            self.note(bucket.what, one.start, one.end, bucket.collective, bucket.size, bucket.largest, hides=True)
+        return tuple(sorted(self.events, key=lambda event: (event.start_s, event.end_s)))
 
 
 def gathers(items: Sequence[Item], bucket_bytes: int = BUCKET_BYTES) -> list[tuple[int, list[Transfer]]]:

@@ -12,13 +12,15 @@ messages. All it does is add and take maxima, and it remembers what was the maxi
     a blocking message        t_k = lane = max(t, lane) + seconds                `Walk._meet`
     a bucket of gradients     lane = max(t, lane) + seconds                      waited for by the optimizer
     a bucket of parameters    the same                                           waited for by its first consumer
-    either of them            t_k += drag_k · its seconds beside computing       `dragged_s`
+    either of them            t_k += drag_k · its seconds beside computing       `Load._send`
     waiting for a message     t_k = max(t_k, its end)
     seconds of a message      latency + bytes · (a + b · largest)                `Message.largest`
     the step                  max(t), the length of its longest path             `Walk.path`
     bytes on a kind           Σ_holdings bytes · (fraction_k or 1)               `Memory.held`
 
 So a step is a convex function of the shares as long as messages keep their ways, and every path is a lower bound.
+Where sending drags on computing or is stretched by it, a walk is an approximation: it charges all of the drag when
+something is sent, and has it under way as if nobody computed. The timeline, which decides, knows better.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from lopsided.errors import DoesNotFitError
 from lopsided.memory import Holding, describe_excess
 from lopsided.placement import Shares
 from lopsided.schedule import GATHERS_AT_ONCE, Compute, Item, Schedule
-from lopsided.timeline import dragged_s, gathers
+from lopsided.timeline import gathers
 
 PerKind = tuple[float, ...]
 
@@ -185,7 +187,9 @@ class Load:
         message = _message(transfers)
         self._add(manner, self._messages.setdefault(message, len(self._messages)))
         if manner == _SEND and any(self._drags):
-            taken = dragged_s(self._network, message.collective, message.size)
+            # In equal pieces: handling bytes takes what it takes, however unequal they are.
+            alone_s = self._network.best(message.collective, message.size).seconds(message.size)
+            taken = alone_s * self._network.cluster.stretch
             segment = Segment(tuple(taken * drag for drag in self._drags), ())
             self.events.append((_COMPUTE, self._segments.setdefault(segment, len(self._segments))))
 

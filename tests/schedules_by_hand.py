@@ -14,7 +14,7 @@ from lopsided.collectives import Network, Way
 from lopsided.cost import Affine, Cut, Scale, Transfer
 from lopsided.memory import Holding
 from lopsided.placement import Shares
-from lopsided.schedule import Compute, Item, Schedule
+from lopsided.schedule import BUCKET_BYTES, Compute, Item, Schedule
 from lopsided.shares import Balance, balance
 
 GB = 10**9
@@ -51,8 +51,13 @@ def sent(size: int, *cuts: Cut, hides: bool = False, ahead: bool = False) -> Tra
     return Transfer("t", collective, size, cuts, hides, ahead)
 
 
-def schedule_of(*items: Item, backward: Sequence[Item] = (), optimizer: Sequence[Compute] = ()) -> Schedule:
-    return Schedule(items, tuple(backward), tuple(optimizer))
+def schedule_of(
+    *items: Item,
+    backward: Sequence[Item] = (),
+    optimizer: Sequence[Compute] = (),
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Schedule:
+    return Schedule(items, tuple(backward), tuple(optimizer), bucket_bytes)
 
 
 def equal(cluster: Cluster) -> Shares:

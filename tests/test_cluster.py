@@ -65,9 +65,9 @@ def clusters(draw: st.DrawFn) -> Cluster:
         measured = tuple(Measured(call, *points) for call, points in tables.items())
         numbers = draw(RATES), draw(st.integers(1, 2**60)), draw(SECONDS)
         count = draw(st.integers(1, 3))
-        kinds.append(
-            Kind(draw(NAMES), node, places[node], count, tuple(speeds.items()), *numbers, draw(WORDS), measured)
-        )
+        crowding = draw(st.one_of(st.just(1.0), st.floats(1, 100)))
+        one = Kind(draw(NAMES), node, places[node], count, tuple(speeds.items()), *numbers, draw(WORDS), measured)
+        kinds.append(replace(one, crowding=crowding))
     ways = [(collective, way) for collective, names in MEASURABLE.items() for way in names]
     taken = draw(st.lists(st.sampled_from(ways), unique=True))
     try:
@@ -373,6 +373,11 @@ def test_a_file_loads(tmp_path: Path) -> None:
         ("900e9", "0", "bytes_per_s is 0.0"),
         ("900e9", "false", "bytes_per_s is False"),
         ("900e9", "1e9\nlaunch_s = -1e-6", "launch_s is -1e-06"),
+        ("900e9", "1e9\ncrowding = 0.9", "crowding is 0.9"),
+        ("900e9", "1e9\ncrowding = 101", "crowding is 101.0"),
+        ("900e9", "1e9\ncrowding = nan", "crowding is nan"),
+        ("900e9", "1e9\ncrowding = true", "crowding is True"),
+        ("900e9", "1e9\ncrowding = [2]", r"crowding is \[2\]"),
         ('"16 GiB"', '"16 gigs"', "memory is '16 gigs'"),
         ('"16 GiB"', '"16 kiB"', "memory is '16 kiB'"),
         ('"16 GiB"', '"99999999999 TiB"', "memory is"),
@@ -555,3 +560,101 @@ def test_a_link_of_its_own_needs_a_node_of_its_own() -> None:
     pairs = (("a", "b-1", Link(0.0, 1e6)),)
     with pytest.raises(ClusterError, match="one of several of one name"):
         Cluster("c", "", (kind(node="a"), kind(node="b", nodes=2)), Link(1e-5, 1e10), Link(1e-4, 1e8), (), pairs)
+
+
+# Crowding
+
+
+def crowded(name: str = "gpu", crowding: float = 1.6, count: int = 1, node: str = "box", nodes: int = 1) -> Kind:
+    table = (Measured("f()", ((0.5, 0.4), (1.0, 0.8)), ((1.0, 1.6),)), Measured("update:sgd(f32[9])", ((1.0, 0.2),)))
+    one = replace(kind(name, node, nodes, count), measured=table, drag=0.25, overhead_s=1e-5)
+    return replace(one, crowding=crowding)
+
+
+def numbers(one: Kind) -> list[float]:
+    """Seconds of all that takes some; 1 / speed of what has one."""
+    seconds = [s for entry in one.measured for points in (entry.forward, entry.backward) for _, s in points]
+    return [*seconds, one.launch_s, one.overhead_s, 1 / one.bytes_per_s, *(1 / flops for _, flops in one.flops_per_s)]
+
+
+def assert_times(now: Kind, was: Kind, times: float) -> None:
+    assert numbers(now) == pytest.approx([times * number for number in numbers(was)])
+    assert (now.memory_bytes, now.drag) == (was.memory_bytes, was.drag)
+    fractions = [[[f for f, _ in points] for points in (m.forward, m.backward)] for m in now.measured]
+    assert fractions == [[[f for f, _ in points] for points in (m.forward, m.backward)] for m in was.measured]
+
+
+def test_crowding_prints_loads_back_and_is_part_of_a_fingerprint() -> None:
+    one = cluster(crowded(), crowded("t4"))
+    assert parse_cluster(one.text()) == one
+    assert one.text().count("crowding = 1.6") == 2
+    others = [cluster(crowded(crowding=c), crowded("t4")) for c in (1.0, 1.7)]
+    assert len({one.fingerprint, *(other.fingerprint for other in others)}) == 3
+    assert "crowding" not in cluster(kind()).text()
+
+
+def test_fingerprints_of_clusters_without_crowding_stay() -> None:
+    assert load_cluster("hap-64").fingerprint == "502bcd4d98afb61a"
+    assert load_cluster("3090+3060").fingerprint == "7fc54826a0bd11be"
+    measured = replace(kind(count=2), drag=0.25, overhead_s=1e-5)
+    assert cluster(measured, kind("t4")).fingerprint == "1bd3e0c86b80820d"
+
+
+def test_fewer_devices_of_a_node_are_faster() -> None:
+    """c = 1.6, n = 4: alone 1 / 1.6 of the seconds, with m at work (1 + 0.6 (m - 1) / 3) / 1.6."""
+    one = cluster(crowded("a"), crowded("b", crowding=2.0, count=2), crowded("c"))
+    (alone,) = one.only([0]).kinds
+    assert_times(alone, one.kinds[0], 1 / 1.6)
+    assert alone.crowding == 1
+    a, c = one.only([0, 2]).kinds
+    for left, was in ((a, one.kinds[0]), (c, one.kinds[2])):
+        assert_times(left, was, 1.2 / 1.6)
+        assert left.crowding == pytest.approx(1.2)
+    a, b = one.only([0, 1]).kinds
+    assert_times(a, one.kinds[0], 1.4 / 1.6)
+    assert_times(b, one.kinds[1], (1 + 2 / 3) / 2)
+    assert one.only([0, 1, 2]) == one
+
+
+def test_devices_lost_one_by_one_are_as_fast_as_if_lost_at_once() -> None:
+    one = cluster(crowded("a"), crowded("b"), crowded("c"), crowded("d"))
+    less = one.without_device("box/d-1").without_device("box/b-1")
+    at_once = one.only([0, 2])
+    for slowly, quickly in zip(less.kinds, at_once.kinds, strict=True):
+        assert_times(slowly, quickly, 1.0)
+        assert slowly.crowding == pytest.approx(quickly.crowding)
+
+
+def test_other_nodes_crowd_nobody() -> None:
+    one = cluster(crowded("a", count=2), crowded("b", node="other", nodes=3, count=2))
+    assert one.only([0]).kinds == one.kinds[:1]
+    assert one.without_node("box").kinds == one.kinds[1:]
+    assert one.without_node("other-2").kinds[1] == replace(one.kinds[1], nodes=2)
+    a, others, odd = one.without_device("other-1/b-2").kinds
+    assert (a, others) == (one.kinds[0], replace(one.kinds[1], nodes=2))
+    assert (odd.node, odd.count, odd.crowding) == ("other-3", 1, 1.0)
+    assert_times(odd, one.kinds[1], 1 / 1.6)
+
+
+def test_devices_that_do_not_crowd_each_other_stay_as_they_are() -> None:
+    one = cluster(crowded("a", 1.0, count=2), crowded("b", 1.0))
+    assert one.only([0]).kinds == one.kinds[:1]
+    assert one.without_device("box/a-2").kinds == (replace(one.kinds[0], count=1), one.kinds[1])
+
+
+def test_no_speed_grows_beyond_what_a_file_may_say() -> None:
+    fast = replace(crowded(crowding=100.0, count=2), flops_per_s=(("f32", 1e24),), bytes_per_s=1e18)
+    less = cluster(fast).without_device("box/gpu-1")
+    assert parse_cluster(less.text()) == less
+
+
+@given(clusters(), st.data())
+def test_devices_are_the_same_whoever_works_beside_them(one: Cluster, data: st.DataObject) -> None:
+    # A hundred times faster it still is what a file may say: what is cut off is forgotten.
+    one = replace(one, kinds=tuple(replace(part, bytes_per_s=min(part.bytes_per_s, 1e16)) for part in one.kinds))
+    wanted = data.draw(st.sets(st.integers(0, len(one.kinds) - 1), min_size=1))
+    for number, part in zip(sorted(wanted), one.only(wanted).kinds, strict=True):
+        assert part.is_same_alone(one.kinds[number])
+        assert one.kinds[number].is_same_alone(part)
+        assert not replace(part, memory_bytes=part.memory_bytes + 1).is_same_alone(one.kinds[number])
+        assert not replace(part, launch_s=part.launch_s / 2 + 1).is_same_alone(one.kinds[number])

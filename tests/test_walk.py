@@ -32,8 +32,6 @@ def length_s(path: Path | None, load: Load, walk: Walk, sizes: Sizes) -> float:
 def test_a_walk_takes_as_long_as_the_timeline(case: tuple[Cluster, Schedule, Way], seed: int) -> None:
     cluster, schedule, _ = case
     rng = random.Random(seed)
-    drag = rng.choice((0.0, 0.3))
-    cluster = replace(cluster, kinds=tuple(replace(kind, drag=drag * rng.random()) for kind in cluster.kinds))
     schedule = replace(schedule, bucket_bytes=rng.choice((1, 10**6, BUCKET_BYTES)))
     network = Network(cluster)
     shares = per_device(cluster, *(random_point(rng, cluster) for _ in NAMES), names=NAMES)
@@ -77,11 +75,42 @@ def test_what_is_sent_behind_computing_drags_on_it() -> None:
     dragged = replace(plain, kinds=tuple(replace(kind, drag=0.25) for kind in plain.kinds))
     gradient = sent(10**9, hides=True)
     items = schedule_of(backward=[gradient, work((10.0, 0.0), (10.0, 0.0), by=None)])
+    scale = Scale(plain, (0.5, 0.5))
     took = [timeline.run(items, Network(on), Scale(on, (0.5, 0.5))) for on in (plain, dragged)]
     sending = Network(plain).best(gradient.collective, 10**9).seconds(10**9)
     assert took[1].step_s - took[0].step_s == pytest.approx(0.25 * sending)
     assert took[1].lanes[0].compute_s - took[0].lanes[0].compute_s == pytest.approx(0.25 * sending)
+    walks = [Walk(load := Load(items, Network(on)), scale, load.ways(Network(on), scale)) for on in (plain, dragged)]
+    assert [walk.step_s for walk in walks] == pytest.approx([one.step_s for one in took])
     # Who stands still anyway loses nothing.
     idle = schedule_of(backward=[gradient])
     alone = [timeline.run(idle, Network(on), Scale(on, (0.5, 0.5))).step_s for on in (plain, dragged)]
     assert alone[0] == pytest.approx(alone[1])
+
+
+@pytest.mark.parametrize(("computing_s", "step_s"), [(1.0, 1 + 1.5), (3.0, 3 + 0.5), (4.0, 4.0), (9.0, 9.0)])
+def test_what_is_sent_behind_computing_takes_longer_until_it_is_awaited(computing_s: float, step_s: float) -> None:
+    """Two seconds alone are four beside computing: after one second of it, a quarter is through."""
+    plain = cluster_of(1, 1)
+    gradient = sent(10**9, hides=True)
+    sending = Network(plain).best(gradient.collective, 10**9).seconds(10**9)
+    computing = work(*[(computing_s * sending / 2, 0.0)] * 2, by=None)
+    items, on = schedule_of(backward=[gradient, computing], bucket_bytes=1), replace(plain, stretch=2.0)
+    took = timeline.run(items, Network(on), Scale(on, (0.5, 0.5)), events=True)
+    assert took.step_s == pytest.approx(step_s * sending / 2)
+    assert took.exposed_s == pytest.approx((step_s - computing_s) * sending / 2)
+
+
+def test_what_is_not_awaited_is_slow_again() -> None:
+    """Of two buckets that are gathered at once the first is awaited, and the second runs on beside computing."""
+    on = replace(cluster_of(1, 1), stretch=2.0)
+    gather = sent(10**9, hides=True, ahead=True)
+    computing = work((1.0, 0.0), (1.0, 0.0), by=None)
+    taken = Network(on).best(gather.collective, 10**9).seconds(10**9)
+    short = schedule_of(gather, computing, gather, computing, bucket_bytes=1)
+    took = timeline.run(short, Network(on), Scale(on, (0.5, 0.5)), events=True)
+    spans = [(event.start_s, event.end_s) for event in took.events if event.lane == timeline.NETWORK]
+    assert spans[0] == pytest.approx((0.0, taken))
+    # One second of computing is half a second of sending.
+    assert spans[1] == pytest.approx((taken, taken + 1 + taken - 0.5))
+    assert took.step_s == pytest.approx(spans[1][1] + 1)

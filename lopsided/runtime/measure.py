@@ -5,7 +5,8 @@ In: a `Graph` (or several), this process's device, a process group. Out: the sam
 
 All processes measure at once, because devices that share a core, a bus or a memory will do so in training, too; who is
 done early works on until all are. First what the roofline is made of, then the calls that take most of a step by
-their estimates, the optimizer's step, collectives, and what computing and sending cost each other.
+their estimates, the optimizer's step, a whole step, by which the calls are corrected, collectives, and what
+computing and sending cost each other.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from lopsided.devices import Kind, Link, Points
 from lopsided.errors import InputError
 from lopsided.graph import Graph
 from lopsided.runtime.measure_beside import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
+from lopsided.runtime.measure_crowding import measure_crowding, shared_chips
 from lopsided.runtime.measure_kinds import (
     Found,
     Seat,
+    Took,
     Turns,
     chip_of,
     kinds_of,
@@ -57,15 +60,26 @@ from lopsided.runtime.measure_ops import (
 )
 from lopsided.runtime.measure_overhead import measure_overhead
 from lopsided.runtime.measure_pairs import MOST_NODES, unlike_pairs
+from lopsided.runtime.measure_rehearsal import (
+    Rehearsal,
+    expected,
+    prepared,
+    prepared_hiding,
+    ratio_of,
+    step_seconds,
+    step_together,
+    stretch_of,
+)
 from lopsided.runtime.measure_updates import fractions_of, measure_update, trained_dtypes
 from lopsided.runtime.wire import Wire
 from lopsided.runtime.world import lasting_group
-from lopsided.timeline import BUCKET_BYTES
+from lopsided.schedule import BUCKET_BYTES
 
 Progress = Callable[[int, int], object]
 
-_SPEEDS_PART, _OPS_PART, _UPDATES_PART, _LINKS_PART, _BESIDE_PART = 0.06, 0.43, 0.07, 0.36, 0.07  # of the budget
-_OVERHEAD_PART = 0.01
+_SPEEDS_PART, _OPS_PART, _UPDATES_PART, _LINKS_PART, _BESIDE_PART = 0.06, 0.38, 0.07, 0.31, 0.07  # of the budget
+_OVERHEAD_PART, _REHEARSAL_PART, _AT_MOST = 0.01, 0.10, 0.25  # what a rehearsal should take, and may
+_CROWDING_PART, _HIDING_PART = 0.05, 0.35  # beside it: where devices share a chip, and at most, where steps are short
 _PATIENCE_S = 300.0  # how long a rank waits for another that still measures
 _PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
 _LATE = 2.0  # times its part of the budget that updates may take before the rest is left out
@@ -100,6 +114,7 @@ class Measurement:
     stretch: float = 1.0
     covered: float = 0.0  # part of a step's estimated seconds whose calls were measured
     noticed: tuple[Notice, ...] = ()
+    rehearsed: tuple[float, ...] = ()  # of each rank: a step's calls over the same one by one; none if not rehearsed
 
     @property
     def op_noise(self) -> float:
@@ -149,16 +164,30 @@ def take_measurement(
         ranks = len(seats)
         kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads)
         cluster = Cluster("measured", _about(seats, budget_s, group), kinds, _UNKNOWN, _UNKNOWN)
+        rehearsal: Rehearsal | None = None
+        ratios: tuple[float, ...] = ()
+        crowdings: tuple[float, ...] = ()
+        if len(graphs) == 1:
+            rehearsal = _agreed(council, prepared(graphs[0], cluster, _AT_MOST * budget_s))
+            if rehearsal is not None:
+                ratios = _rehearsed(rehearsal, device, council, devices, _REHEARSAL_PART * budget_s)
+            progress(parts - _link_parts(ranks), parts)
+        if ratios:
+            devices = replace(devices, found=[_scaled(*one) for one in zip(devices.found, ratios, strict=True)])
+        if shared_chips(seats):
+            budget = _CROWDING_PART * budget_s
+            crowdings = measure_crowding(graphs, device, council, seats, devices.found, devices.jobs, budget)
+        if ratios or crowdings:
+            kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads, crowdings)
+            cluster = replace(cluster, kinds=kinds)
         fits: tuple[Fit, ...] = ()
         drags: tuple[float, ...] = (0.0,) * ranks
         if ranks > 1:
             steps = iter(range(parts - _link_parts(ranks) + 1, parts + 1))
-            cluster, fits, drags = _with_links(
-                cluster,
-                _World(_talking(group, seats), council, device, *_sent(graphs), budget_s),
-                devices,
-                lambda: progress(next(steps), parts),
-            )
+            world = _World(_talking(group, seats), council, device, *_sent(graphs), budget_s)
+            cluster, fits, drags = _with_links(cluster, world, devices, lambda: progress(next(steps), parts))
+            if rehearsal is not None and ratios:
+                cluster = replace(cluster, stretch=_stretch(rehearsal, cluster, world))
         lines = tuple(_lines(cluster, devices))
         measurement = Measurement(
             cluster,
@@ -171,6 +200,7 @@ def take_measurement(
             cluster.stretch,
             covered(graphs, devices.jobs, seats[0].speeds),
             tuple(_noticed(cluster, devices)),
+            ratios,
         )
         # What rank 0 has found is what everyone goes by, to the last digit.
         told, *_ = council.hear((cluster.text(), measurement))
@@ -263,10 +293,12 @@ def _measure_devices(
     seats = cast(list[Seat], council.hear(seat_of(device, speeds)))
     room = min(memory_of(seat, seats) for seat in seats)
     # Alone there is nothing to send, and more time to compute.
-    ops_s = (_OPS_PART + (_LINKS_PART + _BESIDE_PART if len(seats) == 1 else 0.0)) * budget_s
+    part = _OPS_PART + (_LINKS_PART + _BESIDE_PART if len(seats) == 1 else 0.0)
+    # Of several graphs none is rehearsed.
+    ops_s = (part + (_REHEARSAL_PART if len(graphs) != 1 else 0.0)) * budget_s
     jobs, slot = choose_jobs(graphs, [seat.speeds for seat in seats], room, ops_s)
     updates = [(optimizer, dtype) for dtype in _trained(graphs) for optimizer in optimizers]
-    parts = 1 + _PASSES * len(jobs) + len(updates) + _link_parts(len(seats))
+    parts = 1 + _PASSES * len(jobs) + len(updates) + (len(graphs) == 1) + _link_parts(len(seats))
     progress(1, parts)
     before, watch = used_so_far(), Stopwatch(device)
     turns = _run_jobs(graphs, jobs, device, watch, slot, ops_s, lambda done: progress(1 + done, parts))
@@ -324,6 +356,51 @@ def _run_jobs(
                 back.append(more_back)
             step(turn * len(jobs) + number + 1)
     return turns
+
+
+def _agreed(council: Council, rehearsal: Rehearsal | None) -> Rehearsal | None:
+    """It is for all or for none."""
+    return rehearsal if all(council.hear(rehearsal is not None)) else None
+
+
+def _rehearsed(
+    rehearsal: Rehearsal, device: torch.device, council: Council, devices: _Devices, lasting_s: float
+) -> tuple[float, ...]:
+    """What each rank's calls are to be multiplied by to add up to a whole step; none unless all ranks know."""
+    rank, load, watch = _rank(council), Load(device), Stopwatch(device)
+    council.meet(load)
+    taken = step_seconds(rehearsal, rank, device, lasting_s, watch.now)
+    council.meet(load)
+    # By the clock of the calls, and stretched as they are: it is too short to tell what a quota makes of it.
+    ratio = None if taken is None else ratio_of(expected(rehearsal, rank), taken / devices.calm[rank].got)
+    ratios = cast(list[float | None], council.hear(ratio))
+    return tuple(one for one in ratios if one is not None) if None not in ratios else ()
+
+
+def _stretch(rehearsal: Rehearsal, cluster: Cluster, world: _World) -> float:
+    """How much longer what is sent behind computing takes, by a whole step if there is time for one."""
+    council, device, rank = world.council, world.device, _rank(world.council)
+    hiding = _agreed(council, prepared_hiding(rehearsal, cluster, _HIDING_PART * world.budget_s))
+    if hiding is None:
+        return cluster.stretch
+    runs = step_seconds(hiding, rank, device, 0.0, time.perf_counter) is not None
+    if not all(council.hear(runs)):
+        return cluster.stretch
+    return stretch_of(hiding, step_together(hiding, world.talkers(cluster).wire, council, device))
+
+
+def _scaled(found: Found, ratio: float) -> Found:
+    """Calls so many times as long; updates are no part of what was rehearsed."""
+    return {key: one if key[0].startswith("update:") else _longer(one, ratio) for key, one in found.items()}
+
+
+def _longer(took: Took, ratio: float) -> Took:
+    backward_s = None if took.backward_s is None else ratio * took.backward_s
+    return replace(took, forward_s=ratio * took.forward_s, backward_s=backward_s)
+
+
+def _rank(council: Council) -> int:
+    return dist.get_rank(council.group) if council.group is not None else 0
 
 
 def _trained(graphs: Sequence[Graph]) -> tuple[str, ...]:

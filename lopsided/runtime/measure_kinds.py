@@ -98,8 +98,9 @@ def kinds_of(
     jobs: Sequence[Job],
     drags: Sequence[float],
     overheads: Sequence[float],
+    crowdings: Sequence[float] = (),
 ) -> tuple[Kind, ...]:
-    """Runs of ranks that are alike."""
+    """Runs of ranks that are alike. Without `crowdings` nobody is taken to crowd anyone."""
     # Only what all have measured: else one device would be priced by a clock and another by an estimate.
     keys = [key for key in found[0] if all(key in table for table in found)]
     rates = paces(seats, found, jobs)
@@ -127,6 +128,7 @@ def kinds_of(
             tuple(_table([found[rank] for rank in run], keys)),
             statistics.fmean(drags[rank] for rank in run),
             statistics.fmean(overheads[rank] for rank in run),
+            statistics.fmean(crowdings[rank] for rank in run) if crowdings else 1.0,
         )
         for run, name in zip(runs, names, strict=True)
     )

@@ -43,7 +43,7 @@ _SHORTEST_S = 0.06  # a job may take
 _LONGEST_S = 0.4
 _RUNS = 3  # of a long call: one to warm up, one or two to measure
 # What ops say to random operands; a kernel that is missing is a RuntimeError too.
-_REFUSED = (RuntimeError, IndexError, ValueError, TypeError, LopsidedError)
+REFUSED = (RuntimeError, IndexError, ValueError, TypeError, LopsidedError)
 
 
 # Time
@@ -287,7 +287,7 @@ def layouts_of(graph: Graph) -> dict[str, tuple[int, ...]]:
             with torch.no_grad(), surroundings(node.context):
                 out = call_op(node, [tensors[name] for name in node.operands], meta)
             made = list(out) if isinstance(out, tuple | list) else [out]
-        except _REFUSED:
+        except REFUSED:
             made = []  # what comes after is laid out as if this were contiguous
         if [tuple(t.shape) for t in made] != [value.shape for value in node.results]:
             made = [torch.empty(value.shape, dtype=value.torch_dtype, device=meta) for value in node.results]
@@ -331,7 +331,7 @@ def run_job(
 
             backward()
             return forward_s, samples_of(backward, device, half, now)
-    except _REFUSED:
+    except REFUSED:
         return [], []
 
 
@@ -372,9 +372,9 @@ class _Forward:
 
 def _prepared(job: Job, layouts: Layouts, device: torch.device, once: Callable[[], ExitStack]) -> _Forward:
     call, rule, pieces = job.distinct.call, job.rule, job.pieces
-    below = _indices_below(call)
+    below = indices_below(call)
     tensors = tuple(
-        _drawn(value, need.local_shape(value.shape, pieces, 0), layouts.get(value.name, ()), below, device)
+        drawn(value, need.local_shape(value.shape, pieces, 0), layouts.get(value.name, ()), below, device)
         for need, value in zip(rule.needs, call.operands, strict=True)
     )
     shapes = tuple(
@@ -408,7 +408,7 @@ def _alone(talking: object) -> object:
             return stop.value
 
 
-def _indices_below(call: Call) -> int:
+def indices_below(call: Call) -> int:
     """A bound for whole numbers that makes them indices of this call: as wide as can be told, since a few rows picked
     again and again are in a cache, and their gradients in each other's way.
     """
@@ -423,17 +423,18 @@ def _indices_below(call: Call) -> int:
     return max(min((size for shape in call.shapes for size in shape if size > 1), default=2), 2)
 
 
-def _drawn(value: Value, shape: Sequence[int], order: tuple[int, ...], below: int, device: torch.device) -> Tensor:
+def drawn(value: Value, shape: Sequence[int], order: tuple[int, ...], below: int, device: torch.device) -> Tensor:
+    """Random elements for a part of a value of this shape, lying in this order; whole numbers from 0 to `below`."""
     order = order or tuple(range(len(shape)))
     lying = [shape[dim] for dim in order]
     dtype = value.torch_dtype
     if value.dtype == "bool":
-        drawn = torch.rand(lying, device=device) < 0.5
+        made = torch.rand(lying, device=device) < 0.5
     elif dtype.is_complex:
-        drawn = torch.rand(lying, device=device, dtype=dtype)
+        made = torch.rand(lying, device=device, dtype=dtype)
     elif dtype.is_floating_point:
-        drawn = torch.empty(lying, device=device, dtype=dtype).uniform_(0.1, 0.9)
+        made = torch.empty(lying, device=device, dtype=dtype).uniform_(0.1, 0.9)
     else:
-        drawn = torch.randint(0, below, lying, device=device, dtype=dtype)
+        made = torch.randint(0, below, lying, device=device, dtype=dtype)
     differentiable = value.grad and (dtype.is_floating_point or dtype.is_complex)
-    return drawn.permute([order.index(dim) for dim in range(len(order))]).detach().requires_grad_(differentiable)
+    return made.permute([order.index(dim) for dim in range(len(order))]).detach().requires_grad_(differentiable)

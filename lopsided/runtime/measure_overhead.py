@@ -26,25 +26,15 @@ from lopsided.devices import Kind, Link
 from lopsided.placement import Shares
 from lopsided.prices import SharePrices
 from lopsided.rules import derive_rules
+from lopsided.runtime.echo import Echo
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.gradients import Gradients
 from lopsided.runtime.randomness import Randomness
-from lopsided.runtime.recorder import Recorder
 from lopsided.runtime.steps import Steps
-from lopsided.runtime.wire import Handle, Wire
+from lopsided.runtime.wire import Wire
 
 _LAYERS, _WIDTH = 24, 8
 _ROUNDS = 7
-
-
-class _Echo:
-    """A wire to one other, who answers at once with what it was told."""
-
-    rank, size = 0, 2
-    recorder: Recorder | None = None
-
-    def all_reduce(self, flat: Tensor, *, what: str = "", way: str = "") -> Handle:
-        return Handle(cast(Wire, self), what, flat)
 
 
 class _Small(nn.Module):
@@ -68,7 +58,7 @@ def measure_overhead(device: torch.device, lasting_s: float, now: Callable[[], f
     graph = capture(model, {"x": x})
     prices = SharePrices(Costs(graph, cluster, optimizer_named("sgd")), Scale(cluster, shares))
     program = data_parallel(derive_rules(graph), prices)
-    exchange = Exchange(cast(Wire, _Echo()), shares, Network(cluster))
+    exchange = Exchange(cast(Wire, Echo()), shares, Network(cluster))
     parameters = {name: nn.Parameter(p.detach().to(device)) for name, p in model.named_parameters()}
     gradients = Gradients(exchange)
     steps = Steps(program, exchange, gradients, Randomness(0, 0, device), parameters, device)

@@ -101,14 +101,15 @@ def devices_in(part: Cluster, whole: Cluster) -> tuple[int, ...]:
     Names may be counted anew in a part, so a name alone does not tell. What tells is the name and what the device can
     do; failing that, the node and what it can do; failing that, what it can do.
     """
-    there = _descriptions(whole)
+    alike = [[kind.is_same_alone(other) for other in whole.kinds] for kind in part.kinds]
     found: dict[int, int] = {}
-    free = dict(enumerate(there))
-    for detail in (3, 2, 1):
-        for k, wanted in enumerate(_descriptions(part)):
+    free = dict(enumerate(_descriptions(whole)))
+    for detail in (2, 1, 0):
+        for k, (mine, *wanted) in enumerate(_descriptions(part)):
             if k in found:
                 continue
-            match = next((d for d, has in free.items() if has[:detail] == wanted[:detail]), None)
+            same = (d for d, (kind, *has) in free.items() if alike[mine][kind] and has[:detail] == wanted[:detail])
+            match = next(same, None)
             if match is not None:
                 found[k] = match
                 del free[match]
@@ -122,11 +123,10 @@ def devices_in(part: Cluster, whole: Cluster) -> tuple[int, ...]:
     return tuple(found[k] for k in range(part.devices))
 
 
-def _descriptions(cluster: Cluster) -> list[tuple[str, str, str]]:
-    return [
-        (kind.likeness, name.split("/")[0], name)
-        for kind, name in zip(_kinds(cluster), cluster.device_names, strict=True)
-    ]
+def _descriptions(cluster: Cluster) -> list[tuple[int, str, str]]:
+    """Of each device: the number of its kind, its node, its name."""
+    numbers = (number for number, kind in enumerate(cluster.kinds) for _ in range(kind.devices))
+    return [(number, name.split("/")[0], name) for number, name in zip(numbers, cluster.device_names, strict=True)]
 
 
 def _kinds(cluster: Cluster) -> list[Kind]:

@@ -59,7 +59,7 @@ def take(graph: Graph, names: tuple[str, ...] = ()) -> tuple[Measurement, list[t
             graph,
             CPU,
             optimizers=("adamw", "lion"),
-            budget_s=1.0,
+            budget_s=1.5,
             progress=lambda done, total: told.append((done, total)),
         )
     finally:

@@ -126,7 +126,7 @@ def made_up() -> Measurement:
     text = "takes 2.0 times as long as another one with a very long name, the same hardware: it runs 50% of the time"
     notice = Notice("straggler", cluster.device_names[0], text)
     drag = tuple(0.1 * k for k in range(cluster.devices))
-    return Measurement(cluster, 0.1, 0.2, 12.0, lines, (fit,), drag, 1.5, 0.9, (notice,))
+    return Measurement(cluster, 0.1, 0.2, 12.0, lines, (fit,), drag, 1.5, 0.9, (notice,), (1.02, 1.09, 1.0, 1.05))
 
 
 def test_lines_fit_a_terminal_and_name_the_worst() -> None:
@@ -137,3 +137,4 @@ def test_lines_fit_a_terminal_and_name_the_worst() -> None:
     assert "17 %" in text
     assert "straggler" in text
     assert "1.50 times as long" in text
+    assert "a whole step takes 1.00 to 1.09 times as long as its calls one by one" in text

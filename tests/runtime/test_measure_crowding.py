@@ -1,0 +1,139 @@
+"""Crowding is 1 or more, the same on every rank, and only of those who share a chip. No times are asserted."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lopsided import zoo
+from lopsided.capture import capture
+from lopsided.graph import Graph
+from lopsided.processes import Crew
+from lopsided.runtime.measure import council_of
+from lopsided.runtime.measure_crowding import arranged, crowding_of, measure_crowding, shared_chips
+from lopsided.runtime.measure_kinds import Found, Seat, Took, kinds_of, seat_of
+from lopsided.runtime.measure_links import Council
+from lopsided.runtime.measure_ops import Job, Speeds, choose_jobs
+
+CPU = torch.device("cpu")
+SPEEDS = Speeds((("f32", 1e10),), 1e9, 1e-5)
+
+
+@cache
+def small_graph() -> Graph:
+    return capture(*zoo.build("gpt2", layers=2, width=32, heads=4, seq=10, vocab=61, batch=6))
+
+
+@cache
+def small_jobs() -> tuple[Job, ...]:
+    return choose_jobs([small_graph()], [SPEEDS] * 3, 2**30, 10.0)[0]
+
+
+def seat(host: str = "box", *, gpu: str = "") -> Seat:
+    return Seat(host, "1", "some hardware", gpu, 8 * 2**30, SPEEDS)
+
+
+def table_of(seconds: float) -> Found:
+    return {job.key: Took(seconds, seconds) for job in small_jobs()}
+
+
+# Processes
+
+
+def crowding_here(graph: Graph, jobs: tuple[Job, ...], seconds: float, names: tuple[str, ...]) -> tuple[float, ...]:
+    """In a worker: as if each rank were on the host of that name, and all calls took so long."""
+    real = platform.node
+    platform.node = lambda: names[dist.get_rank()]
+    try:
+        with council_of(None) as council:
+            seats = council.hear(seat_of(CPU, SPEEDS))
+            found = [{job.key: Took(seconds, seconds) for job in jobs}] * len(seats)
+            return measure_crowding([graph], CPU, council, seats, found, jobs, 0.4)  # type: ignore[arg-type]
+    finally:
+        platform.node = real
+
+
+@pytest.mark.parametrize("seconds", [1e-4, 10.0])  # calls that fit into a turn; calls that do not
+def test_every_rank_hears_the_same(crews: Callable[[int], Crew], seconds: float) -> None:
+    told = crews(3).run(crowding_here, small_graph(), small_jobs(), seconds, ("a", "b", "a"))
+    assert told[0] == told[1] == told[2]
+    assert len(told[0]) == 3
+    assert all(math.isfinite(crowding) and 1 <= crowding <= 100 for crowding in told[0])
+    assert told[0][1] == 1
+
+
+def test_who_shares_nothing_is_not_measured() -> None:
+    jobs, seats = small_jobs(), [seat("a"), seat("b"), seat("b", gpu="0")]
+    found = [table_of(1e-3)] * 3
+    # There is nobody to agree with: it would fail if it were tried.
+    assert measure_crowding([small_graph()], CPU, Council(None), seats, found, jobs, 1.0) == (1.0, 1.0, 1.0)
+
+
+# What is made of times
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "crowding"),
+    [
+        ([1.0, 1.0, 7.0], [1.25, 1.25, 9.0], 1.25),
+        ([1.0], [0.8], 1.0),
+        ([1e-9], [1.0], 100.0),
+        ([], [1.0], 1.0),
+        ([1.0], [], 1.0),
+        ([math.nan, 2.0], [3.0, math.nan], 1.5),
+        ([0.0], [1.0], 1.0),
+        ([math.nan], [math.nan], 1.0),
+    ],
+)
+def test_a_ratio_of_medians_within_bounds(alone: list[float], together: list[float], crowding: float) -> None:
+    assert crowding_of(alone, together) == crowding
+
+
+def test_chips_are_shared_by_processes_of_a_host_or_a_gpu() -> None:
+    cards = [seat("box", gpu="0"), seat("box", gpu="1"), seat("box", gpu="0")]
+    assert shared_chips([*cards, seat(), seat("other"), seat()]) == ((0, 2), (3, 5))
+    assert shared_chips([seat(), seat("other")]) == ()
+
+
+def test_the_calls_that_take_most_of_a_step_are_run() -> None:
+    jobs = small_jobs()
+    slow = {job.distinct.text for job in jobs if job.distinct.times == 1}
+    found = {job.key: Took(1.0 if job.distinct.text in slow else 1e-4 * job.fraction, None) for job in jobs}
+    turns = arranged(jobs, [found, found], 2, 1.0)
+    texts = [job.distinct.text for job in turns.jobs]
+    assert 0 < len(texts) == len({*texts})
+    assert not slow & {*texts}
+    most = max(job.distinct.times * found[job.key].forward_s for job in jobs if job.distinct.text not in slow)
+    assert turns.jobs[0].distinct.times * found[turns.jobs[0].key].forward_s == most
+
+
+@pytest.mark.parametrize("budget_s", [0.0, 0.1, 1.0, 5.0])
+@pytest.mark.parametrize("seconds", [1e-5, 1e-2, 1.0])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_turns_fit_the_budget_where_it_is_not_too_small(budget_s: float, seconds: float, ranks: int) -> None:
+    turns = arranged(small_jobs(), [table_of(seconds)], ranks, budget_s)
+    assert turns.rounds >= 1
+    assert turns.seconds >= 0.05
+    shortest = 0.05 * (ranks + 1)
+    assert turns.rounds * (ranks + 1) * turns.seconds <= max(budget_s, shortest) * (1 + 1e-9)
+
+
+def test_what_one_rank_did_not_find_is_not_run() -> None:
+    turns = arranged(small_jobs(), [table_of(1e-4), {}], 2, 1.0)
+    assert turns.jobs == ()
+
+
+# Kinds
+
+
+def test_a_kind_has_the_mean_crowding_of_its_ranks() -> None:
+    seats, found, nothing = [seat()] * 3, [table_of(1.0), table_of(2.0), table_of(2.0)], [0.0] * 3
+    kinds = kinds_of(seats, found, small_jobs(), nothing, nothing, (1.5, 2.0, 3.0))
+    assert [(kind.count, kind.crowding) for kind in kinds] == [(1, 1.5), (2, 2.5)]
+    assert [kind.crowding for kind in kinds_of(seats, found, small_jobs(), nothing, nothing)] == [1.0, 1.0]

@@ -1,0 +1,298 @@
+"""A whole step is rehearsed where that can be done, and the calls add up to it. No times are asserted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lopsided import zoo
+from lopsided.capture import capture
+from lopsided.cluster import Cluster
+from lopsided.collectives import Network
+from lopsided.cost import fitted_line
+from lopsided.devices import Kind, Link, Measured
+from lopsided.graph import Graph
+from lopsided.placement import I, P, Placement, S, Shares
+from lopsided.processes import Crew
+from lopsided.runtime import measure as room
+from lopsided.runtime import measure_rehearsal
+from lopsided.runtime.echo import Echo
+from lopsided.runtime.exchange import Exchange
+from lopsided.runtime.measure import take_measurement
+from lopsided.runtime.measure_kinds import Found, Took
+from lopsided.runtime.measure_ops import distinct_calls
+from lopsided.runtime.measure_rehearsal import (
+    Expected,
+    expected,
+    prepared,
+    prepared_hiding,
+    ratio_of,
+    step_seconds,
+    stretch_of,
+)
+from lopsided.runtime.wire import Wire
+from lopsided.schedule import BUCKET_BYTES
+
+CPU = torch.device("cpu")
+SIZES: dict[str, dict[str, int]] = {
+    "mlp": {"layers": 2, "width": 256, "classes": 5, "batch": 64},
+    "gpt2": {"layers": 2, "width": 32, "heads": 4, "seq": 10, "vocab": 61, "batch": 6},
+    "resnet50": {"width": 6, "image": 35, "classes": 7, "batch": 6},
+    "bert-moe": {"layers": 1, "width": 24, "heads": 3, "seq": 11, "vocab": 61, "batch": 6},
+    "t5": {"batch": 6},
+}
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    return capture(*zoo.build(name, **SIZES[name]))
+
+
+def measured(graph: Graph, *, call_s: float = 1e-3, overhead_s: float = 0.0, memory: int = 2**34) -> Cluster:
+    """Two kinds, one twice as fast, that took so long for every whole call, and as long backward."""
+    kinds = []
+    for number, name in enumerate(("fast", "slow")):
+        points = ((0.5, call_s * (number + 1) / 2), (1.0, call_s * (number + 1)))
+        table = tuple(Measured(one.text, points, points) for one in distinct_calls([graph]))
+        flops = (("f32", 1e10 / (number + 1)),)
+        kinds.append(Kind(name, "box", 1, 1, flops, 1e10, memory, 0.0, "", table, 0.0, overhead_s))
+    return Cluster("measured", "", tuple(kinds), Link(0.0, 1e12), Link(0.0, 1e12))
+
+
+# A wire to nobody
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("source", "to"), [(S(0), I), (P, I), (P, S(0)), (S(0), S(1)), (S(1), S(0)), (P, S(1))])
+def test_an_echo_answers_in_the_shapes_of_a_wire(source: Placement, to: Placement, rank: int) -> None:
+    shares, shape = Shares((0.75, 0.25)), (8, 4)
+    exchange = Exchange(cast(Wire, Echo(rank, 2)), shares, Network(measured(graph_of("mlp"))))
+
+    def local(placement: Placement) -> tuple[int, ...]:
+        pieces = shares.cut(placement.length(shape)) if placement.is_shard else ()
+        return placement.local_shape(shape, pieces, rank)
+
+    part = torch.arange(float(torch.Size(local(source)).numel())).view(local(source))
+    assert tuple(exchange.move(part, source, to, shape).shape) == local(to)
+
+
+def test_an_echo_keeps_what_is_its_own() -> None:
+    piece = torch.tensor([1.0, 2.0])
+    assert Echo(1, 3).all_gather(piece, (1, 2, 1)).wait().tolist() == [0.0, 1.0, 2.0, 0.0]
+    into = torch.zeros(4)
+    assert Echo(1, 3).all_gather(piece, (1, 2, 1), out=into).wait() is into
+    assert Echo(2, 3).reduce_scatter(torch.arange(4.0), (1, 2, 1)).wait().tolist() == [3.0]
+    assert Echo(0, 1).all_gather(piece, (2,)).wait() is piece
+    assert Echo(0, 1).reduce_scatter(piece, (2,)).wait() is piece
+
+
+# What tables say
+
+
+def test_calls_and_what_lies_around_them_are_told_apart() -> None:
+    graph = graph_of("mlp")
+    bare, around = (prepared(graph, measured(graph, overhead_s=extra), 1e6) for extra in (0.0, 1e-6))
+    assert bare is not None
+    assert around is not None
+    for rank in range(2):
+        assert expected(bare, rank).measured_s == pytest.approx(expected(around, rank).measured_s)
+        assert expected(around, rank).rest_s > expected(bare, rank).rest_s
+
+
+def test_estimates_stay() -> None:
+    """A call that nobody measured is among the rest."""
+    graph = graph_of("mlp")
+    whole = measured(graph)
+    kinds = tuple(replace(kind, measured=kind.measured[:-1]) for kind in whole.kinds)
+    every, fewer = (prepared(graph, cluster, 1e6) for cluster in (whole, replace(whole, kinds=kinds)))
+    assert every is not None
+    assert fewer is not None
+    assert expected(fewer, 0).measured_s < expected(every, 0).measured_s
+    assert expected(fewer, 0).rest_s > expected(every, 0).rest_s
+
+
+def test_a_ratio_beyond_belief_is_none() -> None:
+    assert ratio_of(Expected(1.0, 0.5), 1.6) == pytest.approx(1.1)
+    assert ratio_of(Expected(1.0, 0.5), 3.0) is None
+    assert ratio_of(Expected(1.0, 0.5), 0.6) is None
+
+
+def test_scaled_calls_add_up_to_the_step() -> None:
+    graph = graph_of("mlp")
+    cluster = measured(graph, overhead_s=1e-5)
+    before = prepared(graph, cluster, 1e6)
+    assert before is not None
+    for rank, kind in enumerate(cluster.kinds):
+        step_s = 1.3 * expected(before, rank).all_s
+        ratio = ratio_of(expected(before, rank), step_s)
+        assert ratio is not None
+        found: Found = {
+            (entry.call, fraction): Took(there, back)
+            for entry in kind.measured
+            for (fraction, there), (_, back) in zip(entry.forward, entry.backward, strict=True)
+        }
+        update = ("update:sgd(f32[1048576])", 1.0)
+        scaled = room._scaled({**found, update: Took(1.0, None)}, ratio)
+        assert scaled[update] == Took(1.0, None)
+        table = tuple(
+            Measured(
+                entry.call,
+                tuple((f, scaled[entry.call, f].forward_s) for f, _ in entry.forward),
+                tuple((f, scaled[entry.call, f].backward_s or 0.0) for f, _ in entry.backward),
+            )
+            for entry in kind.measured
+        )
+        kinds = tuple(replace(k, measured=table) if k is kind else k for k in cluster.kinds)
+        after = prepared(graph, replace(cluster, kinds=kinds), 1e6)
+        assert after is not None
+        assert expected(after, rank).all_s == pytest.approx(step_s, rel=1e-4)
+        assert fitted_line(table[0].forward).slope >= 0
+
+
+# Whether to
+
+
+def test_the_batch_stays_cut_however_cheap_it_is_to_send() -> None:
+    graph = graph_of("mlp")
+    rehearsal = prepared(graph, measured(graph), 1e6)
+    assert rehearsal is not None
+    assert not [t for t in rehearsal.schedule.transfers if not t.hides and t.whole_bytes > 8]
+
+
+def test_what_does_not_fit_is_not_rehearsed() -> None:
+    graph = graph_of("mlp")
+    assert prepared(graph, measured(graph), 1e6) is not None
+    assert prepared(graph, measured(graph), 0.0) is None
+    assert prepared(graph, measured(graph, memory=2**20), 1e6) is None
+
+
+def test_what_was_hardly_measured_is_not_rehearsed() -> None:
+    graph = graph_of("mlp")
+    cluster = measured(graph)
+    unmeasured = tuple(replace(kind, measured=()) for kind in cluster.kinds)
+    assert prepared(graph, replace(cluster, kinds=unmeasured), 1e6) is None
+    assert prepared(graph, measured(graph, call_s=1e-9, overhead_s=1e-3), 1e6) is None
+
+
+def test_a_device_without_a_part_of_the_batch_is_not_rehearsed() -> None:
+    graph = graph_of("mlp")
+    cluster = measured(graph)
+    fast, slow = cluster.kinds
+    kinds = (fast, replace(slow, flops_per_s=(("f32", 1e6),)))
+    assert prepared(graph, replace(cluster, kinds=kinds), 1e6) is None
+
+
+# The run
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_run_on_random_leaves(name: str, rank: int) -> None:
+    rehearsal = prepared(graph_of(name), measured(graph_of(name)), 1e6)
+    assert rehearsal is not None
+    seconds = step_seconds(rehearsal, rank, CPU, 0.0, time.perf_counter)
+    assert seconds is not None
+    assert seconds > 0
+
+
+def test_a_graph_that_refuses_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsal = prepared(graph_of("gpt2"), measured(graph_of("gpt2")), 1e6)
+    assert rehearsal is not None
+    monkeypatch.setattr(measure_rehearsal, "_below", lambda name, graph: 2**40)  # beyond every table
+    assert step_seconds(rehearsal, 0, CPU, 0.0, time.perf_counter) is None
+
+
+class Lookup(nn.Module):
+    """Indices that are cast and moved about before something is looked up by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.small = nn.Embedding(50, 8), nn.Embedding(7, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = x.transpose(0, 1).contiguous()
+        return (self.table(shifted) + self.small(shifted)).sum()
+
+
+def test_indices_suit_all_who_use_them() -> None:
+    graph = capture(Lookup(), {"x": torch.zeros(4, 3, dtype=torch.int64)})
+    leaf = next(leaf for leaf in graph.leaves if leaf.kind == "input")
+    assert measure_rehearsal._below(leaf.value.name, graph) == 7
+
+
+# Together
+
+
+def take(graph: Graph, budget_s: float, refusing: int = -1) -> tuple[tuple[float, ...], Cluster]:
+    """In a worker. One rank may refuse to rehearse. Tables are made up: nothing is left to chance."""
+    real, real_ratio = room.step_seconds, room.ratio_of
+    if dist.get_rank() == refusing:
+        room.step_seconds = lambda *_: None
+    room.ratio_of = lambda told, step_s: 1.25 + 0.25 * dist.get_rank()
+    real_prepared = room.prepared
+    room.prepared = lambda graph, cluster, budget_s: real_prepared(graph, measured(graph), 1e6)
+    try:
+        found = take_measurement(graph, CPU, budget_s=budget_s)
+    finally:
+        room.step_seconds, room.ratio_of, room.prepared = real, real_ratio, real_prepared
+    return found.rehearsed, found.cluster
+
+
+def test_all_ranks_scale_or_none(crews: Callable[[int], Crew]) -> None:
+    graph = graph_of("mlp")
+    told = crews(2).run(take, graph, 3.0)
+    assert [ratios for ratios, _ in told] == [told[0][0]] * 2
+    assert told[0][0] == (1.25, 1.5)
+    assert told[0][1] == told[1][1]
+    assert [ratios for ratios, _ in crews(2).run(take, graph, 3.0, 1)] == [(), ()]
+
+
+def test_several_graphs_are_not_rehearsed() -> None:
+    found = take_measurement((graph_of("mlp"), graph_of("gpt2")), CPU, budget_s=0.5)
+    assert found.rehearsed == ()
+
+
+# All together
+
+
+def test_hiding_is_rehearsed_in_bits_and_explained_by_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_rehearsal, "_LEAST_BYTES", 1)
+    graph = graph_of("gpt2")
+    cluster = measured(graph)
+    slow = replace(cluster, within=Link(1e-6, 5e6), between=Link(1e-6, 5e6), stretch=2.0)
+    rehearsal = prepared(graph, cluster, 1e6)
+    assert rehearsal is not None
+    hiding = prepared_hiding(rehearsal, slow, 1e6)
+    assert hiding is not None
+    assert hiding.bucket_bytes < BUCKET_BYTES
+    stored = dict(hiding.program.leaves)
+    assert all(stored[leaf.value.name].is_shard for leaf in graph.parameters)
+    expected_s = [measure_rehearsal._predicted_s(hiding, stretch) for stretch in (1.0, 2.0, 3.0)]
+    assert expected_s == sorted(expected_s)
+    assert expected_s[0] < expected_s[2]
+    assert stretch_of(hiding, expected_s[1]) == pytest.approx(2.0, abs=0.01)
+    assert stretch_of(hiding, 0.0) == pytest.approx(1.0, abs=0.01)
+    assert prepared_hiding(rehearsal, slow, 1e-9) is None
+
+
+def together(graph: Graph) -> tuple[float, float]:
+    """In a worker: the stretch that everyone knows, and what is left of the model's random numbers."""
+    torch.manual_seed(5)
+    found = take_measurement(graph, CPU, budget_s=6.0)
+    return found.cluster.stretch, float(torch.rand(()))
+
+
+def test_all_ranks_know_the_same_stretch(crews: Callable[[int], Crew]) -> None:
+    told = crews(2).run(together, graph_of("mlp"))
+    assert told[0] == told[1]
+    assert 1 <= told[0][0] <= 100
+    torch.manual_seed(5)
+    assert told[0][1] == float(torch.rand(()))
