@@ -27,7 +27,8 @@ of eight. A kind is found `count` times in each of `nodes` nodes; kinds with the
 
 What else may be given: `overhead_s` of devices (what their processes take around every op and conversion, forward or
 backward, beside the op itself), `drag` (what part of their computing stands still while something is sent behind it),
-`stretch` (how much longer what is sent behind computing takes), `skew` of a collective (the part of its seconds a byte
+`stretch` (how much longer what is sent behind computing takes), `packing` (how many times as long as reading and
+writing what is sent once it takes to put it together and apart), `skew` of a collective (the part of its seconds a byte
 that grows with the largest piece), `crowding` of devices that share a chip, and links between two nodes that are not as
 fast as the others:
 
@@ -106,7 +107,8 @@ class Cluster:
 
     `collectives` holds what was measured: (collective, implementation, latency and bytes/s of the whole tensor).
     `pairs` are links between two nodes that are unlike `between`. `stretch` is how many times as long a transfer takes
-    when devices compute beside it.
+    when devices compute beside it. `packing` is how many times as long as reading and writing it once it takes to put
+    together what is sent, and to put it in its place.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Cluster:
     collectives: tuple[tuple[str, str, Link], ...] = ()
     pairs: tuple[tuple[str, str, Link], ...] = ()
     stretch: float = 1.0
+    packing: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"cluster {shown(self.name)}"
@@ -153,6 +156,7 @@ class Cluster:
             raise ClusterError("a collective was measured twice", where=where, do="keep one of its entries")
         self._check_pairs(where)
         check_between(self.stretch, 1, 100, "stretch", where)
+        check_between(self.packing, 1, 1e6, "packing", where)
         # One order, so that equal clusters are equal however they were written.
         object.__setattr__(self, "collectives", tuple(sorted(self.collectives, key=lambda entry: entry[:2])))
 
@@ -256,6 +260,8 @@ class Cluster:
             place = {name: k for k, name in enumerate(self.node_names)}
             pairs = sorted([*sorted([place[a], place[b]]), x.latency_s, x.bytes_per_s] for a, b, x in self.pairs)
             facts += [pairs, self.stretch, [x.skew for _, _, x in self.collectives]]
+        if self.packing != 1:
+            facts.append(self.packing)
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     # Smaller clusters
@@ -320,7 +326,8 @@ class Cluster:
             raise ClusterError(
                 f"without {gone} no device is left", where=f"cluster {shown(self.name)}", do="keep at least one device"
             )
-        left = Cluster(self.name, self.about, tuple(kinds), self.within, self.between, stretch=self.stretch)
+        left = Cluster(self.name, self.about, tuple(kinds), self.within, self.between)
+        left = replace(left, stretch=self.stretch, packing=self.packing)
         names = {*left.node_names} if self.pairs else set()
         pairs = tuple(pair for pair in self.pairs if {*pair[:2]} <= names)
         left = replace(left, pairs=pairs)
@@ -375,6 +382,8 @@ class Cluster:
             lines.append(f"about = {quoted(self.about)}")
         if self.stretch != 1:
             lines.append(f"stretch = {float(self.stretch)!r}")
+        if self.packing != 1:
+            lines.append(f"packing = {float(self.packing)!r}")
         for kind in self.kinds:
             lines += ["", *kind_lines(kind)]
         for name, link in (("within", self.within), ("between", self.between)):
@@ -613,16 +622,16 @@ def parse_cluster(text: str, where: str = "cluster") -> Cluster:
             where=where,
             do="docs/clusters.md describes the format; `lopsided clusters NAME` prints a preset to copy and change",
         ) from None
-    root.allow("name", "about", "stretch", "devices", "links", "collectives")
+    root.allow("name", "about", "stretch", "packing", "devices", "links", "collectives")
     name, about = root.text("name", '"my-cluster"'), root.text("about", '"..."', "")
     kinds = tuple(_read_kind(table) for table in root.tables("devices", "[[devices]] tables"))
     if not kinds:
         raise root.refuse("the cluster has no devices", "add a [[devices]] table")
     within, between = _read_links(root, kinds)
     collectives, pairs = _read_collectives(root), _read_pairs(root)
-    stretch = root.number("stretch", "1.5", 1.0)
+    stretch, packing = root.number("stretch", "1.5", 1.0), root.number("packing", "3.0", 1.0)
     with root.located():
-        return Cluster(name, about, kinds, within, between, collectives, pairs, stretch)
+        return Cluster(name, about, kinds, within, between, collectives, pairs, stretch, packing)
 
 
 def preset_names() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ them in: how large the pieces of each kind are.
     bytes(f)                  Σ bytes of shards · f + Σ bytes of whole values
     gathered factors (SFB)    pieces of the shards' gradients + whole gradients            `Costs._by_factors`
     around every op           + overhead, forward and backward                             `Costs.overheads`
-    around a conversion       + overhead + 2 · bytes / bytes_per_s, where that is measured  `Costs.packing`
+    around a conversion       + overhead + packing · 2 · bytes / bytes_per_s, if measured   `Costs.packing`
     seconds of a transfer     those of the cheapest way                                    `transfer_s`
     seconds of an update      measured(f), where the kind has measured the optimizer;
                               launch / 30 + bytes moved(f) / bytes_per_s otherwise         `Costs.update`
@@ -258,7 +258,12 @@ class Costs:
         self.overheads = tuple(kind.overhead_s for kind in cluster.kinds)
         # Seconds in which a byte that is sent is read and written once more, to lie beside others or in its place. A
         # device whose process only gives orders (a GPU) does that at a speed at which it does not count.
-        self.packing = tuple(2 / kind.bytes_per_s if kind.overhead_s else 0.0 for kind in cluster.kinds)
+        # Unless somebody saw that it does.
+        counts = [bool(kind.overhead_s) or cluster.packing > 1 for kind in cluster.kinds]
+        self.packing = tuple(
+            cluster.packing * 2 / kind.bytes_per_s if one else 0.0
+            for kind, one in zip(cluster.kinds, counts, strict=True)
+        )
         self._total: dict[str, float] = {}  # FLOP/s of all devices together, by dtype
         self._tables: tuple[dict[str, Measured], ...] = tuple({m.call: m for m in k.measured} for k in cluster.kinds)
         self._numbers: dict[object, int] = {}  # of signatures

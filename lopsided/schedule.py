@@ -143,7 +143,7 @@ def _and_around(
     seconds: tuple[Affine, ...], costs: Costs, conversions: int, sent: Sequence[Transfer]
 ) -> tuple[Affine, ...]:
     """And what processes take around the conversions that an op made: their own work, and packing what is sent."""
-    if not conversions or not any(costs.overheads):
+    if not conversions or not any((*costs.overheads, *costs.packing)):
         return seconds
     size = sum(transfer.whole_bytes for transfer in sent)
     around = zip(seconds, costs.overheads, costs.packing, strict=True)

@@ -55,6 +55,7 @@ from lopsided.runtime.measure_ops import (
     covered,
     layouts_of,
     measure_speeds,
+    probe_calls,
     run_job,
     speed_dtypes,
 )
@@ -63,12 +64,12 @@ from lopsided.runtime.measure_pairs import MOST_NODES, unlike_pairs
 from lopsided.runtime.measure_rehearsal import (
     Rehearsal,
     expected,
+    packing_of,
     prepared,
     prepared_hiding,
     ratio_of,
     step_seconds,
     step_together,
-    stretch_of,
 )
 from lopsided.runtime.measure_updates import fractions_of, measure_update, trained_dtypes
 from lopsided.runtime.wire import Wire
@@ -77,8 +78,8 @@ from lopsided.schedule import BUCKET_BYTES
 
 Progress = Callable[[int, int], object]
 
-_SPEEDS_PART, _OPS_PART, _UPDATES_PART, _LINKS_PART, _BESIDE_PART = 0.06, 0.38, 0.07, 0.31, 0.07  # of the budget
-_OVERHEAD_PART, _REHEARSAL_PART, _AT_MOST = 0.01, 0.10, 0.25  # what a rehearsal should take, and may
+_SPEEDS_PART, _OPS_PART, _UPDATES_PART, _LINKS_PART, _BESIDE_PART = 0.06, 0.36, 0.07, 0.28, 0.07  # of the budget
+_PROBE_PART, _OVERHEAD_PART, _REHEARSAL_PART, _AT_MOST = 0.05, 0.01, 0.10, 0.25  # what a rehearsal should take, and may
 _CROWDING_PART, _HIDING_PART = 0.05, 0.35  # beside it: where devices share a chip, and at most, where steps are short
 _PATIENCE_S = 300.0  # how long a rank waits for another that still measures
 _PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
@@ -187,7 +188,7 @@ def take_measurement(
             world = _World(_talking(group, seats), council, device, *_sent(graphs), budget_s)
             cluster, fits, drags = _with_links(cluster, world, devices, lambda: progress(next(steps), parts))
             if rehearsal is not None and ratios:
-                cluster = replace(cluster, stretch=_stretch(rehearsal, cluster, world))
+                cluster = replace(cluster, packing=_packing(rehearsal, cluster, world))
         lines = tuple(_lines(cluster, devices))
         measurement = Measurement(
             cluster,
@@ -296,7 +297,8 @@ def _measure_devices(
     part = _OPS_PART + (_LINKS_PART + _BESIDE_PART if len(seats) == 1 else 0.0)
     # Of several graphs none is rehearsed.
     ops_s = (part + (_REHEARSAL_PART if len(graphs) != 1 else 0.0)) * budget_s
-    jobs, slot = choose_jobs(graphs, [seat.speeds for seat in seats], room, ops_s)
+    probed = _slowest_of_each(council, probe_calls(graphs, device, len(seats), room, _PROBE_PART * budget_s))
+    jobs, slot = choose_jobs(graphs, [seat.speeds for seat in seats], room, ops_s, probed)
     updates = [(optimizer, dtype) for dtype in _trained(graphs) for optimizer in optimizers]
     parts = 1 + _PASSES * len(jobs) + len(updates) + (len(graphs) == 1) + _link_parts(len(seats))
     progress(1, parts)
@@ -330,6 +332,12 @@ def _measure_devices(
     told = (mine, _calm(turns, slowed), used, around * slowed)
     found, calms, uses, overheads = zip(*cast(list[tuple[Found, Calm, Used, float]], council.hear(told)), strict=True)
     return _Devices(seats, list(found), jobs, _with_others(seats, calms, uses), list(overheads), parts)
+
+
+def _slowest_of_each(council: Council, found: dict[str, float]) -> dict[str, float]:
+    """What the slowest rank took, of what all have tried."""
+    everyone = cast(list[dict[str, float]], council.hear(found))
+    return {text: max(one[text] for one in everyone) for text in found if all(text in one for one in everyone)}
 
 
 def _run_jobs(
@@ -377,16 +385,16 @@ def _rehearsed(
     return tuple(one for one in ratios if one is not None) if None not in ratios else ()
 
 
-def _stretch(rehearsal: Rehearsal, cluster: Cluster, world: _World) -> float:
-    """How much longer what is sent behind computing takes, by a whole step if there is time for one."""
+def _packing(rehearsal: Rehearsal, cluster: Cluster, world: _World) -> float:
+    """What gathering and scattering parameters costs beside sending them, by a whole step if there is time for one."""
     council, device, rank = world.council, world.device, _rank(world.council)
     hiding = _agreed(council, prepared_hiding(rehearsal, cluster, _HIDING_PART * world.budget_s))
     if hiding is None:
-        return cluster.stretch
+        return 1.0
     runs = step_seconds(hiding, rank, device, 0.0, time.perf_counter) is not None
     if not all(council.hear(runs)):
-        return cluster.stretch
-    return stretch_of(hiding, step_together(hiding, world.talkers(cluster).wire, council, device))
+        return 1.0
+    return packing_of(hiding, step_together(hiding, world.talkers(cluster).wire, council, device))
 
 
 def _scaled(found: Found, ratio: float) -> Found:

@@ -41,6 +41,7 @@ _CHUNK_S = 1e-3  # of calls between two looks at the clock, where looking means 
 _ENOUGH = 0.995  # of the estimated seconds of a step is worth measuring
 _SHORTEST_S = 0.06  # a job may take
 _LONGEST_S = 0.4
+_GLANCE = 4  # times smaller than an equal share is the part of a call that a glance is cast at
 _RUNS = 3  # of a long call: one to warm up, one or two to measure
 # What ops say to random operands; a kernel that is missing is a RuntimeError too.
 REFUSED = (RuntimeError, IndexError, ValueError, TypeError, LopsidedError)
@@ -231,10 +232,38 @@ def _cut_of(call: Call) -> tuple[Rule, int]:
     return best, max(placement.length(value.shape), 1)
 
 
+def probe_calls(
+    graphs: Sequence[Graph], device: torch.device, devices: int, memory_bytes: int, budget_s: float
+) -> dict[str, float]:
+    """Seconds, there and back, of every call with a whole batch, by a glance at a small part of it.
+
+    Some calls take a hundred times what can be estimated for them: kernels that add one element at a time, for one.
+    """
+    found: dict[str, float] = {}
+    layouts = [layouts_of(graph) for graph in graphs]
+    until = time.perf_counter() + budget_s
+    for distinct in distinct_calls(graphs):
+        if time.perf_counter() > until:
+            break
+        rule, length = _cut_of(distinct.call)
+        job = Job(distinct, rule, max(round(length / (_GLANCE * devices)), 1), length)
+        if 4 * job.bytes > memory_bytes / 2:
+            continue
+        there, back = run_job(job, layouts[distinct.graph], device, 0.0)
+        if there:
+            found[distinct.text] = (min(there) + min(back, default=0.0)) / job.fraction
+    return found
+
+
 def choose_jobs(
-    graphs: Sequence[Graph], everyone: Sequence[Speeds], memory_bytes: int, budget_s: float
+    graphs: Sequence[Graph],
+    everyone: Sequence[Speeds],
+    memory_bytes: int,
+    budget_s: float,
+    probed: Mapping[str, float] | None = None,
 ) -> tuple[tuple[Job, ...], float]:
     """What to measure on every device in about so many seconds, and seconds for each; by what the slowest needs.
+    What calls take is estimated, or what a glance at them showed, if that is longer.
 
     Calls are cut to fractions around shares by speed, where shares will lie. A straight line is all that is made of
     them, and from a fraction to a whole that fills another cache it would lead astray.
@@ -244,7 +273,8 @@ def choose_jobs(
     fractions = (0.5 * min(paces) / sum(paces), 1 / devices, min(1.5 * max(paces) / sum(paces), 1.0))
 
     def estimate(distinct: Distinct, fraction: float) -> float:
-        return max(speeds.seconds(distinct.work, fraction) for speeds in everyone)
+        seen = fraction * (probed or {}).get(distinct.text, 0.0)
+        return max(seen, *(speeds.seconds(distinct.work, fraction) for speeds in everyone))
 
     calls = sorted(distinct_calls(graphs), key=lambda d: -d.times * estimate(d, 1 / devices))
     total = sum(d.times * estimate(d, 1 / devices) for d in calls)

@@ -2,14 +2,14 @@
 
 In: a graph, a cluster whose calls are measured, which of its devices this is. Out: how many times as long a step's
 calls take as they were measured to (`ratio_of`), from what the tables say (`expected`) and what a step took
-(`step_seconds`); and how much longer than alone things take that are sent behind computing (`stretch_of`), from what a
-step took all ranks together (`step_together`).
+(`step_seconds`); and how many times as long as reading and writing it once it takes to pack what is gathered and
+scattered (`packing_of`), from what a step took all ranks together (`step_together`).
 
 One by one and again and again, a call finds its operands in a cache and its memory at hand; in a step it comes after
 all the others. So data parallelism is run as this device would run it, with shares by speed, forward and backward, over
 a network that answers at once. Once links are measured it is run together with everyone, with all parameters gathered
 ahead of their use and their gradients scattered: what that takes beyond what calls and collectives add up to is what
-hiding them costs, whatever it is that hosts and networks do then.
+programs that gather parameters cost, whatever it is that hosts do then.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LEAST, _LARGEST = 0.5, 2.0
 """Beyond these, what was run is not what was priced."""
 _SLOW = Link(1.0, 1e6)
 """So that no op leaves the batch's cut for one that rounds a little better."""
-_MOST_STRETCH, _HALVINGS = 8.0, 12
+_MOST_PACKING, _HALVINGS = 1e5, 30
 _BITS, _LEAST_BYTES = 8, 2**18
 _LOOKUPS = ("embedding", "embedding_bag", "gather", "index_select", "take_along_dim", "cross_entropy", "nll_loss")
 
@@ -173,7 +173,7 @@ def prepared_hiding(rehearsal: Rehearsal, cluster: Cluster, budget_s: float) -> 
     program, shares = stored_cut(rehearsal.program), Shares(rehearsal.shares.work, named=((STATE, equal),))
     hiding = replace(rehearsal, program=program, cluster=cluster, shares=shares, bucket_bytes=bit)
     # Once alone, to see that it runs, and once together.
-    return hiding if 2 * (_FEWEST + 1) * _predicted_s(hiding, cluster.stretch) < budget_s else None
+    return hiding if 2 * (_FEWEST + 1) * predicted_s(hiding, 1.0) < budget_s else None
 
 
 def step_together(rehearsal: Rehearsal, wire: Wire, council: Council, device: torch.device) -> float:
@@ -193,21 +193,23 @@ def step_together(rehearsal: Rehearsal, wire: Wire, council: Council, device: to
     return statistics.median(times)
 
 
-def stretch_of(rehearsal: Rehearsal, step_s: float) -> float:
-    """How much longer what is sent behind computing must take for a pass to take so long."""
-    low, high = 1.0, _MOST_STRETCH
+def packing_of(rehearsal: Rehearsal, step_s: float) -> float:
+    """How many times as long as reading and writing once packing must take for a pass to take so long."""
+    low, high = 0.0, math.log(_MOST_PACKING)
+    if predicted_s(rehearsal, 1.0) >= step_s:
+        return 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if _predicted_s(rehearsal, middle) < step_s:
+        if predicted_s(rehearsal, math.exp(middle)) < step_s:
             low = middle
         else:
             high = middle
-    return (low + high) / 2
+    return math.exp((low + high) / 2)
 
 
-def _predicted_s(rehearsal: Rehearsal, stretch: float) -> float:
+def predicted_s(rehearsal: Rehearsal, packing: float) -> float:
     """Of a pass there and back."""
-    cluster = replace(rehearsal.cluster, stretch=stretch)
+    cluster = replace(rehearsal.cluster, packing=packing)
     costs = Costs(rehearsal.program.graph, cluster, optimizer_named("sgd"))
     schedule = lay_out(rehearsal.program, costs, bucket_bytes=rehearsal.bucket_bytes)
     told = run(schedule, costs.network, Scale(cluster, rehearsal.shares))

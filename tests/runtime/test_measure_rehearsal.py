@@ -28,15 +28,16 @@ from lopsided.runtime.echo import Echo
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.measure import take_measurement
 from lopsided.runtime.measure_kinds import Found, Took
-from lopsided.runtime.measure_ops import distinct_calls
+from lopsided.runtime.measure_ops import Speeds, choose_jobs, distinct_calls, probe_calls
 from lopsided.runtime.measure_rehearsal import (
     Expected,
     expected,
+    packing_of,
+    predicted_s,
     prepared,
     prepared_hiding,
     ratio_of,
     step_seconds,
-    stretch_of,
 )
 from lopsided.runtime.wire import Wire
 from lopsided.schedule import BUCKET_BYTES
@@ -263,7 +264,7 @@ def test_several_graphs_are_not_rehearsed() -> None:
 # All together
 
 
-def test_hiding_is_rehearsed_in_bits_and_explained_by_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hiding_is_rehearsed_in_bits_and_explained_by_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_rehearsal, "_LEAST_BYTES", 1)
     graph = graph_of("gpt2")
     cluster = measured(graph)
@@ -275,24 +276,45 @@ def test_hiding_is_rehearsed_in_bits_and_explained_by_a_stretch(monkeypatch: pyt
     assert hiding.bucket_bytes < BUCKET_BYTES
     stored = dict(hiding.program.leaves)
     assert all(stored[leaf.value.name].is_shard for leaf in graph.parameters)
-    expected_s = [measure_rehearsal._predicted_s(hiding, stretch) for stretch in (1.0, 2.0, 3.0)]
+    expected_s = [predicted_s(hiding, packing) for packing in (1.0, 20.0, 300.0)]
     assert expected_s == sorted(expected_s)
     assert expected_s[0] < expected_s[2]
-    assert stretch_of(hiding, expected_s[1]) == pytest.approx(2.0, abs=0.01)
-    assert stretch_of(hiding, 0.0) == pytest.approx(1.0, abs=0.01)
+    assert packing_of(hiding, expected_s[1]) == pytest.approx(20.0, rel=0.01)
+    assert packing_of(hiding, 0.0) == 1.0
     assert prepared_hiding(rehearsal, slow, 1e-9) is None
 
 
 def together(graph: Graph) -> tuple[float, float]:
-    """In a worker: the stretch that everyone knows, and what is left of the model's random numbers."""
+    """In a worker: the packing that everyone knows, and what is left of the model's random numbers."""
     torch.manual_seed(5)
     found = take_measurement(graph, CPU, budget_s=6.0)
-    return found.cluster.stretch, float(torch.rand(()))
+    return found.cluster.packing, float(torch.rand(()))
 
 
-def test_all_ranks_know_the_same_stretch(crews: Callable[[int], Crew]) -> None:
+def test_all_ranks_know_the_same_packing(crews: Callable[[int], Crew]) -> None:
     told = crews(2).run(together, graph_of("mlp"))
     assert told[0] == told[1]
-    assert 1 <= told[0][0] <= 100
+    assert 1 <= told[0][0] <= 1e6
     torch.manual_seed(5)
     assert told[0][1] == float(torch.rand(()))
+
+
+# A glance
+
+
+def test_a_call_that_takes_long_is_measured_whatever_its_estimate() -> None:
+    graph = graph_of("gpt2")
+    speeds = Speeds((("f32", 1e12),), 1e12, 1e-9)
+    least = min(distinct_calls([graph]), key=lambda one: one.times * speeds.seconds(one.work))
+    without, _ = choose_jobs([graph], [speeds], 2**30, 10.0)
+    jobs, _ = choose_jobs([graph], [speeds], 2**30, 10.0, {least.text: 0.1})
+    assert least.text not in {job.distinct.text for job in without}
+    assert jobs[0].distinct.text == least.text
+
+
+def test_a_glance_is_cast_at_every_call() -> None:
+    graph = graph_of("gpt2")
+    found = probe_calls([graph], CPU, 2, 2**32, 60.0)
+    assert len(found) > 0.8 * len(distinct_calls([graph]))
+    assert min(found.values()) > 0
+    assert len(probe_calls([graph], CPU, 2, 2**32, -1.0)) == 0
