@@ -168,7 +168,8 @@ def take_measurement(
         rehearsal: Rehearsal | None = None
         ratios: tuple[float, ...] = ()
         crowdings: tuple[float, ...] = ()
-        if len(graphs) == 1:
+        if len(graphs) == 1 and not any(seat.gpu for seat in seats):
+            # On a GPU kernels queue up, and what lies between calls is not waited for.
             rehearsal = _agreed(council, prepared(graphs[0], cluster, _AT_MOST * budget_s))
             if rehearsal is not None:
                 ratios = _rehearsed(rehearsal, device, council, devices, _REHEARSAL_PART * budget_s)

@@ -246,13 +246,17 @@ def probe_calls(
         if time.perf_counter() > until:
             break
         rule, length = _cut_of(distinct.call)
-        job = Job(distinct, rule, max(round(length / (_GLANCE * devices)), 1), length)
+        job = _glance_at(distinct, rule, length, devices)
         if 4 * job.bytes > memory_bytes / 2:
             continue
         there, back = run_job(job, layouts[distinct.graph], device, 0.0)
         if there:
             found[distinct.text] = (min(there) + min(back, default=0.0)) / job.fraction
     return found
+
+
+def _glance_at(distinct: Distinct, rule: Rule, length: int, devices: int) -> Job:
+    return Job(distinct, rule, max(round(length / (_GLANCE * devices)), 1), length)
 
 
 def choose_jobs(
@@ -286,6 +290,7 @@ def choose_jobs(
         covered += distinct.times * estimate(distinct, 1 / devices)
         rule, length = _cut_of(distinct.call)
         units = sorted({min(max(round(fraction * length), 1), length) for fraction in fractions})
+        fits = False
         for count in units:
             job = Job(distinct, rule, count, length)
             needs_s = max(_SHORTEST_S, _RUNS * estimate(distinct, job.fraction))
@@ -293,6 +298,10 @@ def choose_jobs(
             if needs_s <= min(left_s, max(budget_s / 8, _SHORTEST_S)) and 4 * job.bytes <= memory_bytes / 2:
                 chosen.append(job)
                 left_s -= needs_s
+                fits = True
+        if not fits and distinct.text in (probed or {}):
+            # Too long for any of them: better as large as a glance than by an estimate.
+            chosen.append(_glance_at(distinct, rule, length, devices))
     return tuple(chosen), min(_SHORTEST_S + max(left_s, 0.0) / max(len(chosen), 1), _LONGEST_S)
 
 
