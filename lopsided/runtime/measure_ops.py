@@ -42,6 +42,7 @@ _ENOUGH = 0.995  # of the estimated seconds of a step is worth measuring
 _SHORTEST_S = 0.06  # a job may take
 _LONGEST_S = 0.4
 _GLANCE = 4  # times smaller than an equal share is the part of a call that a glance is cast at
+_ASTRAY = 4.0  # times its estimate
 _RUNS = 3  # of a long call: one to warm up, one or two to measure
 # What ops say to random operands; a kernel that is missing is a RuntimeError too.
 REFUSED = (RuntimeError, IndexError, ValueError, TypeError, LopsidedError)
@@ -246,17 +247,13 @@ def probe_calls(
         if time.perf_counter() > until:
             break
         rule, length = _cut_of(distinct.call)
-        job = _glance_at(distinct, rule, length, devices)
+        job = Job(distinct, rule, max(round(length / (_GLANCE * devices)), 1), length)
         if 4 * job.bytes > memory_bytes / 2:
             continue
         there, back = run_job(job, layouts[distinct.graph], device, 0.0)
         if there:
             found[distinct.text] = (min(there) + min(back, default=0.0)) / job.fraction
     return found
-
-
-def _glance_at(distinct: Distinct, rule: Rule, length: int, devices: int) -> Job:
-    return Job(distinct, rule, max(round(length / (_GLANCE * devices)), 1), length)
 
 
 def choose_jobs(
@@ -267,7 +264,7 @@ def choose_jobs(
     probed: Mapping[str, float] | None = None,
 ) -> tuple[tuple[Job, ...], float]:
     """What to measure on every device in about so many seconds, and seconds for each; by what the slowest needs.
-    What calls take is estimated, or what a glance at them showed, if that is longer.
+    What calls take is estimated, or what a glance at them showed, if that is far longer.
 
     Calls are cut to fractions around shares by speed, where shares will lie. A straight line is all that is made of
     them, and from a fraction to a whole that fills another cache it would lead astray.
@@ -277,8 +274,10 @@ def choose_jobs(
     fractions = (0.5 * min(paces) / sum(paces), 1 / devices, min(1.5 * max(paces) / sum(paces), 1.0))
 
     def estimate(distinct: Distinct, fraction: float) -> float:
+        rough = max(speeds.seconds(distinct.work, fraction) for speeds in everyone)
+        # A small part takes longer than its share: only what is far off tells something.
         seen = fraction * (probed or {}).get(distinct.text, 0.0)
-        return max(seen, *(speeds.seconds(distinct.work, fraction) for speeds in everyone))
+        return seen if seen > _ASTRAY * rough else rough
 
     calls = sorted(distinct_calls(graphs), key=lambda d: -d.times * estimate(d, 1 / devices))
     total = sum(d.times * estimate(d, 1 / devices) for d in calls)
@@ -299,9 +298,9 @@ def choose_jobs(
                 chosen.append(job)
                 left_s -= needs_s
                 fits = True
-        if not fits and distinct.text in (probed or {}):
-            # Too long for any of them: better as large as a glance than by an estimate.
-            chosen.append(_glance_at(distinct, rule, length, devices))
+        if not fits and estimate(distinct, 1.0) == (probed or {}).get(distinct.text):
+            # Too long for all of them, and far from its estimate: better measured small than not at all.
+            chosen.append(Job(distinct, rule, units[0], length))
     return tuple(chosen), min(_SHORTEST_S + max(left_s, 0.0) / max(len(chosen), 1), _LONGEST_S)
 
 
