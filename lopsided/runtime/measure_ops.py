@@ -42,6 +42,7 @@ _ENOUGH = 0.995  # of the estimated seconds of a step is worth measuring
 _SHORTEST_S = 0.06  # a job may take
 _LONGEST_S = 0.4
 _GLANCE = 4  # times smaller than an equal share is the part of a call that a glance is cast at
+_GLANCES_S = 3.0  # may be cast for, however short the time is
 _ASTRAY = 4.0  # times its estimate
 _RUNS = 3  # of a long call: one to warm up, one or two to measure
 # What ops say to random operands; a kernel that is missing is a RuntimeError too.
@@ -242,7 +243,8 @@ def probe_calls(
     """
     found: dict[str, float] = {}
     layouts = [layouts_of(graph) for graph in graphs]
-    until = time.perf_counter() + budget_s
+    # The first calls of a library take their time to load it, and say nothing of the others.
+    until = time.perf_counter() + max(budget_s, _GLANCES_S)
     for distinct in distinct_calls(graphs):
         if time.perf_counter() > until:
             break

@@ -23,7 +23,7 @@ from lopsided.graph import Graph
 from lopsided.placement import I, P, Placement, S, Shares
 from lopsided.processes import Crew
 from lopsided.runtime import measure as room
-from lopsided.runtime import measure_rehearsal
+from lopsided.runtime import measure_ops, measure_rehearsal
 from lopsided.runtime.echo import Echo
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.measure import take_measurement
@@ -312,9 +312,10 @@ def test_a_call_that_takes_long_is_measured_whatever_its_estimate() -> None:
     assert jobs[0].distinct.text == least.text
 
 
-def test_a_glance_is_cast_at_every_call() -> None:
+def test_a_glance_is_cast_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of("gpt2")
     found = probe_calls([graph], CPU, 2, 2**32, 60.0)
     assert len(found) > 0.8 * len(distinct_calls([graph]))
     assert min(found.values()) > 0
-    assert len(probe_calls([graph], CPU, 2, 2**32, -1.0)) == 0
+    monkeypatch.setattr(measure_ops, "_GLANCES_S", 0.0)
+    assert not probe_calls([graph], CPU, 2, 2**32, 0.0)
