@@ -33,6 +33,7 @@ bench: $(READY)
 proof: $(READY)
 	@for lab in lab-cpu lab-cpu-2link lab-even; do $(BIN)/python benchmarks/proof.py --lab $$lab || exit 1; done
 	@for lab in lab-cpu lab-cpu-2link; do $(BIN)/python benchmarks/proof.py --lab $$lab --ablate all || exit 1; done
+	@$(BIN)/python benchmarks/proof.py --lab lab-cpu --zoo
 	@$(BIN)/python benchmarks/accuracy.py --lab lab-cpu
 
 figures: $(READY)

@@ -2,8 +2,8 @@
 
 python benchmarks/figures.py          (or make figures)
 
-In: benchmarks/results/proof-*.json, ablation-*.json and programs-*.json, whichever are there. Out: nothing that is not
-in them: no number is typed. Pictures are plain SVG, in the reader's own font, legible on light and on dark.
+In: benchmarks/results/proof-*.json, zoo-*.json, ablation-*.json and programs-*.json, whichever are there. Out: nothing
+that is not in them: no number is typed. Pictures are plain SVG, in the reader's own font, legible on light and on dark.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ def _not_run(count: int) -> str:
     return f", {count} not measured" if count else ""
 
 
-def goals(cells: Sequence[Cell], programs: Sequence[Row]) -> Iterator[str]:
+def goals(cells: Sequence[Cell], zoo: Sequence[Cell], programs: Sequence[Row]) -> Iterator[str]:
     unequal, even = [c for c in cells if c.lab != EVEN], [c for c in cells if c.lab == EVEN]
     models = {subject.name for subject in ON_CPU}
     yield "| goal | | |\n|---|---|---|"
@@ -422,7 +422,7 @@ def goals(cells: Sequence[Cell], programs: Sequence[Row]) -> Iterator[str]:
             f"| within {GOAL_EVEN - 1:.0%} of the best baseline on `{EVEN}` | {reached} of {every}"
             f"{_not_run(every - len(even))} | {_met(reached == every)} |"
         )
-    ours = errors(cell.row["contestants"][OURS] for cell in cells if OURS in cell.counted)
+    ours = errors(cell.row["contestants"][OURS] for cell in (*cells, *zoo) if OURS in cell.counted)
     if ours["count"]:
         for which, goal in (("worst", GOAL_WORST), ("mean", GOAL_MEAN)):
             met = _met(ours[which] <= goal)
@@ -556,7 +556,14 @@ def sizes_table(cells: Sequence[Cell]) -> Iterator[str]:
         yield f"| {model} | {', '.join(labs)} | {row['parameters']:,} | `{spec}` | {row['autocast'] or 'none'} |"
 
 
-def page(cells: Sequence[Cell], ablated: Sequence[Cell], programs: Sequence[Row], about: Mapping[str, Row]) -> str:
+def page(
+    cells: Sequence[Cell],
+    zoo: Sequence[Cell],
+    ablated: Sequence[Cell],
+    programs: Sequence[Row],
+    about: Mapping[str, Row],
+) -> str:
+    """`zoo` are models of which only predictions are looked at."""
     lines = [NOTE, "# The proof\n"]
     lines.append(
         "Each model is profiled in the lab (`benchmarks/lab.py`), planned from that, and trained by everyone in the "
@@ -566,19 +573,19 @@ def page(cells: Sequence[Cell], ablated: Sequence[Cell], programs: Sequence[Row]
     )
     if not cells:
         return "\n".join([*lines, "Nothing was measured yet.", ""])
-    lines += ["![speed-up over data parallelism](figures/speedup.svg)\n", *goals(cells, programs)]
+    lines += ["![speed-up over data parallelism](figures/speedup.svg)\n", *goals(cells, zoo, programs)]
     lines.append("\n## Steps\n")
     for lab in LABS:
         if own := [cell for cell in cells if cell.lab == lab]:
             lines += lab_table(lab, own, about[lab]["what"])
-    lines += [*missed(cells), *plans_table(cells), *ablation_table(ablated), *errors_table(cells)]
+    lines += [*missed(cells), *plans_table([*cells, *zoo]), *ablation_table(ablated), *errors_table([*cells, *zoo])]
     for told in programs:
         found = told["errors"]
         lines.append(
             f"\n{told['programs']} programs of {told['model']} on `{told['lab']}`: rank correlation "
             f"{told['rank_correlation']:.3f}, mean error {found['mean']:.1%}, worst {found['worst']:.1%}."
         )
-    lines += sizes_table(cells)
+    lines += sizes_table([*cells, *zoo])
     lines += [f"\nNote on `{lab}`: {note}." for lab, told in about.items() for note in told.get("notes", ())]
     lines.append("\n## How\n\n| lab | command | commit | torch | machine | rounds |\n|---|---|---|---|---|---|")
     for lab, told in about.items():
@@ -592,7 +599,8 @@ def page(cells: Sequence[Cell], ablated: Sequence[Cell], programs: Sequence[Row]
 
 def write(results: Path = RESULTS, docs: Path = DOCS) -> list[Path]:
     """The page and the pictures; those that nothing belongs to any more go."""
-    cells, ablated, programs = read_cells(results), read_cells(results, "ablation"), read_programs(results)
+    cells, zoo, ablated = (read_cells(results, kind) for kind in ("proof", "zoo", "ablation"))
+    programs = read_programs(results)
     about = {
         lab: json.loads((results / f"proof-{lab}.json").read_text())
         for lab in LABS
@@ -600,7 +608,7 @@ def write(results: Path = RESULTS, docs: Path = DOCS) -> list[Path]:
     }
     pictures: dict[str, str] = {}
     if cells:
-        pictures = {"speedup": speedups(cells), "predicted": predictions(cells, programs)}
+        pictures = {"speedup": speedups(cells), "predicted": predictions([*cells, *zoo], programs)}
     if ablated:
         pictures["ablation"] = ablation(ablated)
     for cell in cells:
@@ -612,7 +620,7 @@ def write(results: Path = RESULTS, docs: Path = DOCS) -> list[Path]:
         old.unlink()
     for name, picture in pictures.items():
         (folder / f"{name}.svg").write_text(picture)
-    (docs / "proof.md").write_text(page(cells, ablated, programs, about))
+    (docs / "proof.md").write_text(page(cells, zoo, ablated, programs, about))
     return [docs / "proof.md", *(folder / f"{name}.svg" for name in pictures)]
 
 

@@ -2,6 +2,7 @@
 
 python benchmarks/proof.py --lab lab-cpu                       all models, all contestants
 python benchmarks/proof.py --lab lab-cpu --ablate all          what each addition brings, into ablation-LAB.json
+python benchmarks/proof.py --lab lab-cpu --zoo                 the rest of the zoo: how well steps are predicted
 python benchmarks/proof.py --lab lab-cpu --quick               small and short, nothing written
 
 In: the name of a lab (`benchmarks/lab.py`). Out: benchmarks/results/proof-LAB.json, a row per model (with `--ablate`:
@@ -73,6 +74,13 @@ ON_CPU = (
     ),
     Subject("gpt2", "gpt2:layers=4,width=256,heads=4,seq=128,vocab=4096,dropout=0,batch=16"),
     Subject("llama", "llama:layers=4,width=256,heads=4,kv_heads=2,ffn=704,seq=128,vocab=4096,batch=16"),
+)
+# The rest of the zoo, to see how well steps are predicted; batch norm and means over pixels are not what others train.
+REST = (
+    Subject("mlp", "mlp:layers=6,width=1024,batch=1024"),
+    Subject("resnet50", "resnet50:width=16,image=64,batch=64,classes=100"),
+    Subject("unet", "unet:width=32,batch=8,dropout=0"),
+    Subject("t5", "t5:layers=2,width=256,heads=4,seq=64,vocab=4096,batch=16,dropout=0"),
 )
 # Many tokens for few parameters: gloo between processes on one GPU is slow beside what the GPU computes.
 ON_GPU = (
@@ -507,6 +515,7 @@ def main() -> None:
     parser.add_argument("--models", default="", help="which, with commas between; all unless given")
     parser.add_argument("--contestants", default="", help=f"some of {', '.join(CONTESTANTS)}, with commas between")
     parser.add_argument("--ablate", default="", help="additions, with commas between (several at once with +), or all")
+    parser.add_argument("--zoo", action="store_true", help="the rest of the zoo, planned and alone, into zoo-LAB.json")
     parser.add_argument("--steps", type=int, default=1, help="in a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--measure", type=float, default=12.0, metavar="SECONDS")
@@ -524,18 +533,18 @@ def main() -> None:
             race_rank(read_race(folder / "race.json"), folder)
         return
     spec = SPECS[options.lab]
-    listed = QUICK if options.quick else ON_GPU if spec.kind == "gpu" else ON_CPU
+    listed = QUICK if options.quick else REST if options.zoo else ON_GPU if spec.kind == "gpu" else ON_CPU
     wanted = options.models.split(",") if options.models else [subject.name for subject in listed]
     ablate = ADDITIONS if options.ablate == "all" else tuple(filter(None, options.ablate.split(",")))
     for name in ablate:
         additions_named(name.split("+"))
-    some = ("dp-ev", HAP, OURS) if ablate else CONTESTANTS
+    some = ("dp-ev", HAP, OURS) if ablate else (OURS, "alone") if options.zoo else CONTESTANTS
     who = tuple(options.contestants.split(",")) if options.contestants else some
     # Two, since DistributedDataParallel makes its buckets anew in its second step.
     pace = Pace(options.measure, 2, options.rounds, options.steps, options.most)
     if options.quick:
         pace = Pace(min(options.measure, 4.0), 1, 2, 1, 20.0)
-    kind = "ablation" if ablate else "proof"
+    kind = "ablation" if ablate else "zoo" if options.zoo else "proof"
     path = record.RESULTS / (Path(options.output).name or f"{kind}-{spec.name}.json")
     rows: dict[str, Any] = json.loads(path.read_text())["models"] if path.is_file() and not options.quick else {}
     unknown = [*({*wanted} - {one.name for one in listed}), *({*who} - {*CONTESTANTS})]
