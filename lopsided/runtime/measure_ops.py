@@ -43,7 +43,6 @@ _SHORTEST_S = 0.06  # a job may take
 _LONGEST_S = 0.4
 _GLANCE = 4  # times smaller than an equal share is the part of a call that a glance is cast at
 _GLANCES_S = 3.0  # may be cast for, however short the time is
-_ASTRAY = 4.0  # times its estimate
 _RUNS = 3  # of a long call: one to warm up, one or two to measure
 # What ops say to random operands; a kernel that is missing is a RuntimeError too.
 REFUSED = (RuntimeError, IndexError, ValueError, TypeError, LopsidedError)
@@ -237,7 +236,7 @@ def _cut_of(call: Call) -> tuple[Rule, int]:
 def probe_calls(
     graphs: Sequence[Graph], device: torch.device, devices: int, memory_bytes: int, budget_s: float
 ) -> dict[str, float]:
-    """Seconds, there and back, of every call with a whole batch, by a glance at a small part of it.
+    """Seconds, there and back, of a small part of every call.
 
     Some calls take a hundred times what can be estimated for them: kernels that add one element at a time, for one.
     """
@@ -254,7 +253,7 @@ def probe_calls(
             continue
         there, back = run_job(job, layouts[distinct.graph], device, 0.0)
         if there:
-            found[distinct.text] = (min(there) + min(back, default=0.0)) / job.fraction
+            found[distinct.text] = min(there) + min(back, default=0.0)
     return found
 
 
@@ -266,7 +265,7 @@ def choose_jobs(
     probed: Mapping[str, float] | None = None,
 ) -> tuple[tuple[Job, ...], float]:
     """What to measure on every device in about so many seconds, and seconds for each; by what the slowest needs.
-    What calls take is estimated, or what a glance at them showed, if that is far longer.
+    What calls take is estimated; if a glance at a small part of one took longer, it takes at least that.
 
     Calls are cut to fractions around shares by speed, where shares will lie. A straight line is all that is made of
     them, and from a fraction to a whole that fills another cache it would lead astray.
@@ -277,9 +276,7 @@ def choose_jobs(
 
     def estimate(distinct: Distinct, fraction: float) -> float:
         rough = max(speeds.seconds(distinct.work, fraction) for speeds in everyone)
-        # A small part takes longer than its share: only what is far off tells something.
-        seen = fraction * (probed or {}).get(distinct.text, 0.0)
-        return seen if seen > _ASTRAY * rough else rough
+        return max(rough, (probed or {}).get(distinct.text, 0.0))
 
     calls = sorted(distinct_calls(graphs), key=lambda d: -d.times * estimate(d, 1 / devices))
     total = sum(d.times * estimate(d, 1 / devices) for d in calls)
@@ -291,7 +288,6 @@ def choose_jobs(
         covered += distinct.times * estimate(distinct, 1 / devices)
         rule, length = _cut_of(distinct.call)
         units = sorted({min(max(round(fraction * length), 1), length) for fraction in fractions})
-        fits = False
         for count in units:
             job = Job(distinct, rule, count, length)
             needs_s = max(_SHORTEST_S, _RUNS * estimate(distinct, job.fraction))
@@ -299,10 +295,6 @@ def choose_jobs(
             if needs_s <= min(left_s, max(budget_s / 8, _SHORTEST_S)) and 4 * job.bytes <= memory_bytes / 2:
                 chosen.append(job)
                 left_s -= needs_s
-                fits = True
-        if not fits and estimate(distinct, 1.0) == (probed or {}).get(distinct.text):
-            # Too long for all of them, and far from its estimate: better measured small than not at all.
-            chosen.append(Job(distinct, rule, units[0], length))
     return tuple(chosen), min(_SHORTEST_S + max(left_s, 0.0) / max(len(chosen), 1), _LONGEST_S)
 
 
