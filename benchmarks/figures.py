@@ -450,7 +450,7 @@ def lab_table(lab: str, cells: Sequence[Cell], about: str) -> Iterator[str]:
             figures.append(f"{bold}{told}{bold}")
         yield f"| {cell.model} | " + " | ".join(figures) + f" | {_times(cell.margin)} |"
     absent = {
-        name: one["unavailable"]
+        name: _first_line(one["unavailable"])
         for cell in cells
         for name, one in cell.row["contestants"].items()
         if "unavailable" in one
@@ -516,6 +516,10 @@ def ablation_table(cells: Sequence[Cell]) -> Iterator[str]:
         )
 
 
+def _first_line(words: str) -> str:
+    return next(iter(words.splitlines()), "")
+
+
 def missed(cells: Sequence[Cell]) -> Iterator[str]:
     """Where the goal is not reached, with the timeline of that case."""
     short = [cell for cell in cells if not cell.reached and OURS in cell.counted]
@@ -525,8 +529,8 @@ def missed(cells: Sequence[Cell]) -> Iterator[str]:
         yield "Nowhere of what was measured."
     for cell in gone:
         own = cell.row["contestants"].get(OURS, {})
-        yield f"**{cell.model} on `{cell.lab}`**: no step counts: {own.get('unavailable', 'its losses differ')}.\n"
-    yield from (f"- `{lab}`: {why}" for lab, why in WHY.items() if any(cell.lab == lab for cell in short))
+        yield f"**{cell.model} on `{cell.lab}`**: no step counts: {_first_line(own.get('unavailable', 'its losses differ'))}.\n"
+    yield from (f"- `{lab}`: {why}" for lab, why in WHY.items() if any(cell.lab == lab for cell in (*short, *gone)))
     if short:
         yield ""
     for cell in short:
@@ -608,7 +612,8 @@ def write(results: Path = RESULTS, docs: Path = DOCS) -> list[Path]:
     }
     pictures: dict[str, str] = {}
     if cells:
-        pictures = {"speedup": speedups(cells), "predicted": predictions([*cells, *zoo], programs)}
+        drawn = [cell for cell in cells if OURS in cell.counted] or cells
+        pictures = {"speedup": speedups(drawn), "predicted": predictions([*cells, *zoo], programs)}
     if ablated:
         pictures["ablation"] = ablation(ablated)
     for cell in cells:
