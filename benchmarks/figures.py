@@ -529,7 +529,8 @@ def missed(cells: Sequence[Cell]) -> Iterator[str]:
         yield "Nowhere of what was measured."
     for cell in gone:
         own = cell.row["contestants"].get(OURS, {})
-        yield f"**{cell.model} on `{cell.lab}`**: no step counts: {_first_line(own.get('unavailable', 'its losses differ'))}.\n"
+        why = _first_line(own.get("unavailable", "its losses differ"))
+        yield f"**{cell.model} on `{cell.lab}`**: no step counts: {why}.\n"
     yield from (f"- `{lab}`: {why}" for lab, why in WHY.items() if any(cell.lab == lab for cell in (*short, *gone)))
     if short:
         yield ""
