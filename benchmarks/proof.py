@@ -53,7 +53,6 @@ from lopsided.planner import plan_graph
 from lopsided.rules import derive_rules
 from lopsided.runtime.measure import take_measurement
 from lopsided.runtime.world import begin
-from lopsided.schedule import lay_out
 from lopsided.timeline import NETWORK, Timeline, run
 
 OURS = "lopsided"
@@ -475,7 +474,7 @@ def timeline_of(plan: Plan) -> Timeline:
     kinds = (replace(kind, name=f"{kind.node} {kind.name}"[:100]) for kind in plan.on.kinds)
     on = replace(plan.on, kinds=tuple(kinds))
     costs = Costs(plan.graph, on, optimizer_named(plan.optimizer))
-    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
+    schedule = plan.laid_out(costs)
     return run(schedule, costs.network, Scale(on, plan.shares), events=True)
 
 

@@ -27,7 +27,6 @@ from lopsided.plan import Plan
 from lopsided.record import COMPUTE as COMPUTED
 from lopsided.record import OPTIMIZER as UPDATED
 from lopsided.record import Run, Span
-from lopsided.schedule import lay_out
 from lopsided.timeline import NETWORK, Event, run
 
 COMPUTE, BLOCKED, EXPOSED, WAITING, IDLE = DOING = ("compute", "blocked", "exposed", "waiting", "idle")
@@ -98,7 +97,7 @@ class Chart:
 def predicted_chart(plan: Plan) -> Chart:
     """The step as the planner sees it."""
     costs, scale = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer)), Scale(plan.on, plan.shares)
-    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
+    schedule = plan.laid_out(costs)
     # Kinds may share a name, or be called "network": numbers tell them apart.
     numbered = tuple(replace(kind, name=f"kind {k}") for k, kind in enumerate(plan.on.kinds))
     timeline = run(schedule, costs.network, Scale(replace(plan.on, kinds=numbered), scale.shares), events=True)

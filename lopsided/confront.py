@@ -25,7 +25,7 @@ from lopsided.collectives import COLLECTIVES
 from lopsided.cost import Costs, Cut, Scale, optimizer_named
 from lopsided.plan import Plan
 from lopsided.record import BUCKETS, COMPUTE, CONVERSIONS, NETWORK, OPTIMIZER, DeviceRun, Run, Span, StepRun
-from lopsided.schedule import Compute, Schedule, lay_out
+from lopsided.schedule import Compute, Schedule
 
 BETWEEN = "between ops"
 DRAG = "drag of sending"
@@ -90,9 +90,9 @@ class Confrontation:
 def confront(run: Run) -> Confrontation:
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
-    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
+    schedule = plan.laid_out(costs)
     bare = Costs(plan.graph, _without_overhead(plan.on), optimizer_named(plan.optimizer))
-    ops = lay_out(plan.program, bare, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
+    ops = plan.laid_out(bare)
     step = timeline.run(schedule, costs.network, Scale(plan.on, plan.shares))
     classes = {node.name: op_class(node.op) for node in plan.graph.nodes}
     computed = tuple(

@@ -20,7 +20,7 @@ from lopsided.confront import fraction_of, median_by_node, of_all, own_seconds
 from lopsided.cost import Affine, Costs, optimizer_named, update_call
 from lopsided.devices import Kind, Link, Measured, Points
 from lopsided.record import NETWORK, OPTIMIZER, Run, Span
-from lopsided.schedule import Schedule, lay_out
+from lopsided.schedule import Schedule
 from lopsided.work import call_text
 
 _MOST = 20.0
@@ -60,7 +60,7 @@ def learnt(run: Run) -> Fed:
     """`fed_back`, and what was corrected."""
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
-    schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
+    schedule = plan.laid_out(costs)
     corrections: list[Correction] = []
     tables: dict[tuple[str, str], _Table] = {}
     alike: dict[str, _Table] = {}  # for devices that the plan left out

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lopsided.cluster import Cluster
+from lopsided.cost import Costs
 from lopsided.graph import Graph
 from lopsided.placement import Shares
 from lopsided.program import Program
-from lopsided.schedule import BUCKET_BYTES
+from lopsided.schedule import BUCKET_BYTES, Schedule, lay_out
 
 INTERRUPTED = "interrupted"
 """How the note begins that says so."""
@@ -85,6 +86,10 @@ class Plan:
     def devices(self) -> tuple[str, ...]:
         """The names of the devices that take part."""
         return self.on.device_names
+
+    def laid_out(self, costs: Costs) -> Schedule:
+        """Its program in time, as the runtime runs it."""
+        return lay_out(self.program, costs, regather=self.regather, bucket_bytes=self.bucket_bytes)
 
     @property
     def interrupted(self) -> bool:

@@ -430,7 +430,7 @@ def test_where_nothing_can_be_written_is_known_before(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_told_in_words() -> None:
     if not Path("/dev/full").exists():
-        pytest.skip("there is no /dev/full here")
+        pytest.skip("there is no /dev/full here")  # Linux has it, others need not
     with pytest.raises(PlanError, match="No space left"):
         save_plan(plan_of(), "/dev/full")
 

@@ -56,6 +56,7 @@ def driver() -> Iterator[Any]:
     try:
         made = webdriver.Chrome(options=options, service=Service(paths[1]))
     except Exception as error:
+        # A machine without what a browser needs (shared memory, fonts) says nothing about the page.
         pytest.skip(f"the browser does not start: {next(iter(str(error).splitlines()), type(error).__name__)}")
     made.set_page_load_timeout(60)
     yield made
