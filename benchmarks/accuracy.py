@@ -25,7 +25,7 @@ import record
 import torch
 from contestants import Subject
 from lab import SPECS, build
-from proof import ON_CPU, ON_GPU, OURS, QUICK, Pace, race_in, said
+from proof import ON_CPU, OURS, QUICK, SUBJECTS, Pace, race_in, said
 from scipy.stats import spearmanr
 
 from lopsided.ablation import ADDITIONS, HAP
@@ -180,7 +180,7 @@ def main() -> None:
         print("\n".join(summary(record.RESULTS)) or "there are no results")
         return
     spec = SPECS[options.lab]
-    listed = QUICK if options.quick else ON_GPU if spec.kind == "gpu" else ON_CPU
+    listed = QUICK if options.quick else SUBJECTS.get(spec.name, ON_CPU)
     subject = next(one for one in listed if one.name == options.model)
     pace = Pace(options.measure, 2, options.rounds, 1, 90.0)
     if options.quick:

@@ -508,6 +508,9 @@ def check_table(spec: LabSpec, found: Mapping[str, Any]) -> str:
         whole = speeds[0]["long"]["per_s"] / asked[0] if gpu else speed["alone"]["per_s"]
         got, (short, long) = speed["long"]["per_s"] / whole, (speed[name]["variation"] for name in ("short", "long"))
         lines.append(f"{host.name:<6} {share:5.0%}   {got:6.1%} ({got / share - 1:+.1%})   {long:20.1%} {short:9.1%}")
+    wrong = [f"{h.name} by {s['off']:.0%}" for h, s in zip(spec.hosts, speeds, strict=True) if s.get("off", 0) > 0.02]
+    if wrong:
+        lines += ["", f"products of bf16 are wrong on {', '.join(wrong)}: train in float32 there (docs/lab.md)"]
     if "links" in found:
         lines += ["", "link   asked            bulk            100 kB          round trip"]
     for link in found.get("links", ()):

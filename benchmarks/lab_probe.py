@@ -22,6 +22,7 @@ from torch import Tensor
 SHORT_S, LONG_S = 0.003, 0.03
 PINGS, SMALLS, BULKS, REDUCES = 20, 8, 4, 4
 SMALL_BYTES = 100_000
+TOKENS, WIDTHS = (262_144, 133_120, 78_592), (512, 768, 1536, 2048)
 SETTLE_S = 0.05
 """A few periods of the quota, so that what was used up in getting ready is not missed in what follows."""
 
@@ -57,6 +58,22 @@ class Product:
         return {"per_s": times / mean_s, "block_s": mean_s, "variation": statistics.pstdev(blocks) / mean_s}
 
 
+def worst_error(device: torch.device) -> float:
+    """How far products of bf16 are from those of float32, of what a layer's weights get from many tokens.
+
+    The libraries choose kernels by the multiprocessors a process has, and not all of them are right on every part.
+    """
+    torch.manual_seed(0)
+    worst = 0.0
+    for tokens in TOKENS:
+        for width in WIDTHS:
+            left, right = (torch.randn(tokens, size, device=device).bfloat16() for size in (width, WIDTHS[0]))
+            wanted = left.float().T @ right.float()
+            off = float((left.T @ right - wanted).norm() / wanted.norm())
+            worst = max(worst, off if off == off else float("inf"))
+    return worst
+
+
 def transfers_s(source: int, target: int, data: Tensor, times: int) -> list[float]:
     """Seconds of `data` from one rank to another and a short answer back. Only the source knows them."""
     rank, answer = dist.get_rank(), torch.zeros(8, dtype=torch.uint8)
@@ -81,13 +98,16 @@ def from_all(mine: Any) -> list[Any]:
 
 def hosts(device: torch.device, for_s: float) -> list[Any]:
     """Every host at full speed with nobody beside, then all of them together at the speeds they were given."""
-    rank, product, mine = dist.get_rank(), Product(device), {}
+    mine: dict[str, Any] = {}
+    rank, product = dist.get_rank(), Product(device)
     lengths = {"short": SHORT_S, "long": LONG_S}
     for turn in range(dist.get_world_size()):
         dist.barrier()
         if turn == rank:
             times = {name: product.times_in(length) for name, length in lengths.items()}
             mine["alone"] = product.speed(times["long"], 0.6)
+            if device.type == "cuda":
+                mine["off"] = worst_error(device)
     lab.start_line(rank)
     for name in lengths:
         dist.barrier()

@@ -27,7 +27,7 @@ of eight. A kind is found `count` times in each of `nodes` nodes; kinds with the
 
 What else may be given: `overhead_s` of devices (what their processes take around every op and conversion, forward or
 backward, beside the op itself), `drag` (what part of their computing stands still while something is sent behind it),
-`stretch` (how much longer what is sent behind computing takes), `packing` (how many times as long as reading and
+`stretch` (how many times as long what is sent behind computing takes), `packing` (how many times as long as reading and
 writing what is sent once it takes to put it together and apart), `skew` of a collective (the part of its seconds a byte
 that grows with the largest piece), `crowding` of devices that share a chip, and links between two nodes that are not as
 fast as the others:
@@ -76,6 +76,7 @@ from lopsided.devices import Link as Link
 from lopsided.devices import Measured as Measured
 from lopsided.errors import ClusterError
 
+LEAST_STRETCH, MOST_STRETCH = 0.1, 100.0
 MOST_BYTES_OF_A_FILE = 16 * 2**20
 PRESETS = Path(__file__).parent / "clusters"
 # What can be measured of each collective. Others are put together from these (see collectives.py).
@@ -107,8 +108,8 @@ class Cluster:
 
     `collectives` holds what was measured: (collective, implementation, latency and bytes/s of the whole tensor).
     `pairs` are links between two nodes that are unlike `between`. `stretch` is how many times as long a transfer takes
-    when devices compute beside it. `packing` is how many times as long as reading and writing it once it takes to put
-    together what is sent, and to put it in its place.
+    when devices compute beside it; less than once, where one begins while another is under way. `packing` is how many
+    times as long as reading and writing it once it takes to put together what is sent, and to put it in its place.
     """
 
     name: str
@@ -155,7 +156,7 @@ class Cluster:
         if len({entry[:2] for entry in self.collectives}) < len(self.collectives):
             raise ClusterError("a collective was measured twice", where=where, do="keep one of its entries")
         self._check_pairs(where)
-        check_between(self.stretch, 1, 100, "stretch", where)
+        check_between(self.stretch, LEAST_STRETCH, MOST_STRETCH, "stretch", where)
         check_between(self.packing, 1, 1e6, "packing", where)
         # One order, so that equal clusters are equal however they were written.
         object.__setattr__(self, "collectives", tuple(sorted(self.collectives, key=lambda entry: entry[:2])))

@@ -17,7 +17,8 @@ lane of communication, first in, first out, as one stream of a communication lib
 What is sent behind computing is not quite free. As long as anyone computes beside it, it is `Cluster.stretch` times as
 long under way, and takes a part (`Kind.drag`) of what those compute meanwhile: communication threads use the core that
 computes, kernels of a communication library the multiprocessors. When all stand and wait for it, the rest of it takes
-what it takes alone.
+what it takes alone. A stretch below one says that transfers in a row overlap: then it is the last in the row alone that
+takes as long as it does by itself.
 
 A bucket pays the latency once. Its bytes add up, and so does bytes × largest, since the price of a way is linear in
 both.
@@ -301,12 +302,14 @@ class _Lanes:
         if number < self.passed:
             return
         arrived = clock = max(self.now)
+        last, overlapping = len(self.hiding_ones) - 1, min(self.stretch, 1.0)
         for k, one in enumerate(self.hiding_ones[self.passed :], self.passed):
             if one.end <= arrived:
                 continue
             left_s = one.alone_s if one.start >= arrived else (one.end - arrived) / self.stretch
             one.start = min(one.start, clock)
-            clock = one.end = clock + left_s * (1.0 if k <= number else self.stretch)
+            awaited = overlapping if k < last else 1.0
+            clock = one.end = clock + left_s * (awaited if k <= number else self.stretch)
         if clock > arrived:
             self.free = clock
         self.stand_still(self.hiding_ones[number].end)

@@ -101,6 +101,17 @@ def test_what_is_sent_behind_computing_takes_longer_until_it_is_awaited(computin
     assert took.exposed_s == pytest.approx((step_s - computing_s) * sending / 2)
 
 
+def test_transfers_in_a_row_overlap_but_for_the_last() -> None:
+    """At a stretch of a half, three that take two seconds each are through after one, two and four."""
+    on = replace(cluster_of(1, 1), stretch=0.5)
+    gradient = sent(10**9, hides=True)
+    taken = Network(on).best(gradient.collective, 10**9).seconds(10**9)
+    alone = timeline.run(schedule_of(backward=[gradient], bucket_bytes=1), Network(on), Scale(on, (0.5, 0.5)))
+    three = timeline.run(schedule_of(backward=[gradient] * 3, bucket_bytes=1), Network(on), Scale(on, (0.5, 0.5)))
+    assert alone.step_s == pytest.approx(taken)
+    assert three.step_s == pytest.approx(2 * taken)
+
+
 def test_what_is_not_awaited_is_slow_again() -> None:
     """Of two buckets that are gathered at once the first is awaited, and the second runs on beside computing."""
     on = replace(cluster_of(1, 1), stretch=2.0)

@@ -168,8 +168,7 @@ def take_measurement(
         rehearsal: Rehearsal | None = None
         ratios: tuple[float, ...] = ()
         crowdings: tuple[float, ...] = ()
-        if len(graphs) == 1 and not any(seat.gpu for seat in seats):
-            # On a GPU kernels queue up, and what lies between calls is not waited for.
+        if len(graphs) == 1:
             rehearsal = _agreed(council, prepared(graphs[0], cluster, _AT_MOST * budget_s))
             if rehearsal is not None:
                 ratios = _rehearsed(rehearsal, device, council, devices, _REHEARSAL_PART * budget_s)
@@ -188,7 +187,8 @@ def take_measurement(
             steps = iter(range(parts - _link_parts(ranks) + 1, parts + 1))
             world = _World(_talking(group, seats), council, device, *_sent(graphs), budget_s)
             cluster, fits, drags = _with_links(cluster, world, devices, lambda: progress(next(steps), parts))
-            if rehearsal is not None and ratios:
+            # On a GPU packing is done at the speed of its memory, and hardly anybody would notice.
+            if rehearsal is not None and ratios and not any(seat.gpu for seat in seats):
                 cluster = replace(cluster, packing=_packing(rehearsal, cluster, world))
         lines = tuple(_lines(cluster, devices))
         measurement = Measurement(

@@ -266,6 +266,8 @@ def _take_turn(series: _Series, turn: int, talkers: Talkers, pace: _Pace) -> Non
         if one > _TOO_LONG_S or (number + 1 >= _FEWEST_SIZES and late):
             if series.largest < 1.01 and size < pace.most_bytes and one * pace.most_bytes / size < _MOST_S:
                 talk, whole_bytes = _talk(series, talkers, pace.most_bytes)
+                if talkers.device.type == "cuda":
+                    talk()  # pages of the host are pinned once, and that takes longer than to send them
                 times = council.mean([occurrence(talk, talkers)[1] for _ in range(_FEWEST)])
                 series.turns.setdefault(whole_bytes, []).append(times)
             return

@@ -5,6 +5,9 @@ units) seconds forward and backward, by `run_job`. Which jobs are worth their ti
 speeds of all devices, so that every process comes to the same list.
 
 Operands are drawn at random, in the layout they have in the graph. A sample is the mean over a batch of runs.
+
+Calls on a GPU are timed by its own clock while it has enough to do: in a step the host runs ahead, and what it takes to
+tell the device of a view or of a small kernel is not waited for. Where it is, a rehearsed step tells.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +32,7 @@ from lopsided.ops import describe
 from lopsided.ops.op import Call, Local
 from lopsided.placement import I, Placement
 from lopsided.rules import call_rules, describe_call
-from lopsided.runtime.measure_load import wait_for
+from lopsided.runtime.measure_load import Stopwatch, wait_for
 from lopsided.runtime.measure_noise import typical
 from lopsided.runtime.randomness import Randomness
 from lopsided.work import Work, call_text, is_product, work_of
@@ -38,6 +42,10 @@ Layouts = Mapping[str, tuple[int, ...]]
 
 _BATCHES = 2
 _CHUNK_S = 1e-3  # of calls between two looks at the clock, where looking means waiting for a GPU
+_MOST_AHEAD = 64  # calls that the host runs ahead, since a queue takes a thousand kernels or so
+_LONGEST_HEAD_START_S = 5e-3
+_CYCLES_PER_S = 2e9  # of a GPU, at the most: a head start may be longer than it need be
+_LEAST_S = 1e-9  # of a view, which a GPU has nothing to do for
 _ENOUGH = 0.995  # of the estimated seconds of a step is worth measuring
 _SHORTEST_S = 0.06  # a job may take
 _LONGEST_S = 0.4
@@ -70,6 +78,31 @@ def samples_of(
             if device.type == "cuda":
                 chunk = min(max(int(_CHUNK_S * runs / passed), 1), 1000)
         samples.append((now() - mine) / runs)
+    return samples
+
+
+def queued_samples_of(work: Callable[[], object], device: torch.device, lasting_s: float) -> list[float]:
+    """The same by the clock of a GPU, which is given something to wait with until the host has told it of a batch."""
+    wait_for(device)
+    begun = time.perf_counter()
+    work()
+    telling_s = time.perf_counter() - begun
+    wait_for(device)
+    runs_at_once = min(max(int(_CHUNK_S / (time.perf_counter() - begun)), 1), _MOST_AHEAD)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    samples, started = list[float](), time.perf_counter()
+    while len(samples) < _BATCHES and (not samples or time.perf_counter() - started < lasting_s):
+        runs, took_s, begun = 0, 0.0, time.perf_counter()
+        while not runs or time.perf_counter() - begun < lasting_s / _BATCHES:
+            torch.cuda._sleep(int(min(2 * runs_at_once * telling_s, _LONGEST_HEAD_START_S) * _CYCLES_PER_S))
+            begin.record()
+            for _ in range(runs_at_once):
+                work()
+            end.record()
+            end.synchronize()
+            took_s += begin.elapsed_time(end) / 1e3
+            runs += runs_at_once
+        samples.append(max(took_s / runs, _LEAST_S))
     return samples
 
 
@@ -242,6 +275,7 @@ def probe_calls(
     """
     found: dict[str, float] = {}
     layouts = [layouts_of(graph) for graph in graphs]
+    now = Stopwatch(device).now  # a single look on the wall would see whoever else has the processor just then
     # The first calls of a library take their time to load it, and say nothing of the others.
     until = time.perf_counter() + max(budget_s, _GLANCES_S)
     for distinct in distinct_calls(graphs):
@@ -251,7 +285,7 @@ def probe_calls(
         job = Job(distinct, rule, max(round(length / (_GLANCE * devices)), 1), length)
         if 4 * job.bytes > memory_bytes / 2:
             continue
-        there, back = run_job(job, layouts[distinct.graph], device, 0.0)
+        there, back = run_job(job, layouts[distinct.graph], device, 0.0, now)
         if there:
             found[distinct.text] = min(there) + min(back, default=0.0)
     return found
@@ -352,7 +386,8 @@ def run_job(
             made = forward()
             ends = [out for out in made if out.requires_grad]
             half = lasting_s / 2 if ends else lasting_s
-            forward_s = samples_of(forward, device, half, now)
+            look = queued_samples_of if device.type == "cuda" else partial(samples_of, now=now)
+            forward_s = look(forward, device, half)
             if not ends:
                 return forward_s, []
             seeds = [torch.ones_like(out) for out in ends]
@@ -362,7 +397,7 @@ def run_job(
                 torch.autograd.grad(ends, leaves, seeds, retain_graph=True, allow_unused=True)
 
             backward()
-            return forward_s, samples_of(backward, device, half, now)
+            return forward_s, look(backward, device, half)
     except REFUSED:
         return [], []
 

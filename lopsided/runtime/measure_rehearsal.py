@@ -52,6 +52,7 @@ from lopsided.timeline import run
 from lopsided.work import call_text
 
 _FEWEST = 3  # steps, after one to warm up
+_ROOM = 1.5  # times what a step is predicted to hold
 _LEAST, _LARGEST = 0.5, 2.0
 """Beyond these, what was run is not what was priced."""
 _SLOW = Link(1.0, 1e6)
@@ -91,7 +92,7 @@ def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | Non
     except LopsidedError:
         return None
     held = bytes_per_kind(holdings(program, costs.optimizer, devices=cluster.devices), scale)
-    if any(2 * size > kind.memory_bytes for size, kind in zip(held, cluster.kinds, strict=True)):
+    if any(_ROOM * size > kind.memory_bytes for size, kind in zip(held, cluster.kinds, strict=True)):
         return None
     rehearsal = Rehearsal(program, cluster, shares, lay_out(program, costs), lay_out(program, bare))
     if not all(_has_some(rehearsal, rank) for rank in range(cluster.devices)):

@@ -107,7 +107,7 @@ def beside() -> tuple[float, float]:
 def test_drag_is_a_part_and_stretch_is_agreed_on(crews: Callable[[int], Crew]) -> None:
     found = crews(2).run(beside)
     assert all(0 <= drag <= 1 for drag, _ in found)
-    assert found[0][1] == found[1][1] >= 1
+    assert found[0][1] == found[1][1] > 0
 
 
 def pairs(slow: bool) -> tuple[Link, tuple[tuple[str, str, Link], ...]]:
