@@ -23,6 +23,7 @@ import argparse
 import gc
 import json
 import math
+import multiprocessing
 import os
 import random
 import statistics
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -158,33 +160,57 @@ def read_race(path: Path) -> Race:
     return Race(Subject(**told["subject"]), entries, Pace(**told["pace"]))
 
 
+def read_subjects(folder: Path) -> list[Subject]:
+    return [Subject(**told) for told in json.loads((folder / "subjects.json").read_text())]
+
+
 # In the lab: one process a host
 
 
-def profile_rank(subject: Subject, budget_s: float, into: Path) -> None:
-    """Measure, and have rank 0 write it down."""
+def profile_rank(folder: Path, budget_s: float) -> None:
+    """Measure for each model, and have rank 0 write it down."""
     device = begin()
     torch.set_num_threads(1)
-    with subject.casting(device):
-        graph = capture(*subject.built(device))
-    start_line(dist.get_rank())
-    found = take_measurement(graph, device, optimizers=("adamw",), budget_s=budget_s)
-    if dist.get_rank() == 0:
-        told = {
-            "toml": found.cluster.text(),
-            "op_error": found.op_error,
-            "link_error": found.link_error,
-            "seconds": found.seconds,
-        }
-        into.write_text(json.dumps(told))
+    for subject in read_subjects(folder):
+        with subject.casting(device):
+            graph = capture(*subject.built(device))
+        start_line(dist.get_rank())
+        found = take_measurement(graph, device, optimizers=("adamw",), budget_s=budget_s)
+        if dist.get_rank() == 0:
+            told = {
+                "toml": found.cluster.text(),
+                "op_error": found.op_error,
+                "link_error": found.link_error,
+                "rehearsed": found.rehearsed,
+                "seconds": found.seconds,
+            }
+            (folder / f"{subject.name}-cluster.json").write_text(json.dumps(told))
+        _tidy(device)
     _leave()
 
 
-def race_rank(task: Race, folder: Path) -> None:
-    """Set everyone up, warm up, run rounds; every rank writes what it saw."""
-    began = time.perf_counter()
+def race_ranks(folder: Path) -> None:
+    """One model after the other."""
     device = begin()
     torch.set_num_threads(1)
+    for subject in read_subjects(folder):
+        _race_rank(read_race(folder / f"{subject.name}-race.json"), folder, device)
+        _tidy(device)
+    _leave()
+
+
+def _tidy(device: torch.device) -> None:
+    gc.enable()
+    gc.unfreeze()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _race_rank(task: Race, folder: Path, device: torch.device) -> None:
+    """Set everyone up, warm up, run rounds; every rank writes what it saw."""
+    began = time.perf_counter()
     rank, pace = dist.get_rank(), task.pace
     entered: dict[str, Contestant] = {}
     unavailable: dict[str, str] = {}
@@ -230,8 +256,7 @@ def race_rank(task: Race, folder: Path) -> None:
         "most_bytes": _most_bytes(device),
         "took_s": {"set up": ready - began, "warm up": warm - ready, "rounds": time.perf_counter() - warm},
     }
-    (folder / f"rank-{rank}.json").write_text(json.dumps(told))
-    _leave()
+    (folder / f"{task.subject.name}-rank-{rank}.json").write_text(json.dumps(told))
 
 
 def _steps(
@@ -294,43 +319,84 @@ Made = Callable[[Cluster, torch.device], Iterable[tuple[str, Plan]]]
 
 def race_in(lab: Lab, subject: Subject, who: Sequence[str], make: Made, pace: Pace) -> dict[str, Any]:
     """The row of one model: the contestants that are asked for, and every plan that is made."""
+    return next(races_in(lab, [(subject, make)], who, pace))[1]
+
+
+def races_in(
+    lab: Lab, subjects: Sequence[tuple[Subject, Made]], who: Sequence[str], pace: Pace
+) -> Iterator[tuple[Subject, dict[str, Any]]]:
+    """The row of each model. They are profiled in the same processes, one after the other, and race in others.
+
+    If one fails, those that came before it are told, and then what went wrong.
+    """
     started = time.perf_counter()
+    device = torch.device("cuda:0" if lab.spec.kind == "gpu" else "cpu")
     with tempfile.TemporaryDirectory(prefix="proof-") as name:
         folder = Path(name)
         here = str(Path(__file__).resolve())
-        (folder / "subject.json").write_text(json.dumps(asdict(subject)))
-        _in_the_lab(lab, [here, "--inside", "profile", str(folder), "--measure", str(pace.measure_s)], pace)
-        measured = json.loads((folder / "cluster.json").read_text())
-        cluster = parse_cluster(measured["toml"], "measured")
+        (folder / "subjects.json").write_text(json.dumps([asdict(subject) for subject, _ in subjects]))
+        trouble = _in_the_lab(lab, [here, "--inside", "profile", str(folder), "--measure", str(pace.measure_s)], pace)
+        subjects = [(one, make) for one, make in subjects if (folder / f"{one.name}-cluster.json").is_file()]
+        (folder / "subjects.json").write_text(json.dumps([asdict(subject) for subject, _ in subjects]))
         profiled = time.perf_counter()
-        plans = dict(make(cluster, torch.device("cuda:0" if lab.spec.kind == "gpu" else "cpu")))
-        entries = tuple(entries_for(subject, plans, who, cluster, folder))
+        measured = {one.name: json.loads((folder / f"{one.name}-cluster.json").read_text()) for one, _ in subjects}
+        jobs = [(parse_cluster(measured[one.name]["toml"], "measured"), make, device) for one, make in subjects]
+        ready = {}
+        for (subject, _), (cluster, plans, planning_s) in zip(subjects, _planned(jobs), strict=True):
+            entries = tuple(entries_for(subject, plans, who, cluster, folder))
+            (folder / f"{subject.name}-race.json").write_text(Race(subject, entries, pace).text())
+            ready[subject.name] = cluster, plans, entries, planning_s
         planned = time.perf_counter()
-        (folder / "race.json").write_text(Race(subject, entries, pace).text())
-        _in_the_lab(lab, [here, "--inside", "race", str(folder)], pace)
-        ranks = [json.loads((folder / f"rank-{k}.json").read_text()) for k in range(cluster.devices)]
-    row = told_of(subject, cluster, plans, entries, ranks)
-    ended = time.perf_counter()
-    row["measurement"] = measured
-    row["took_s"] = {
-        "profile": profiled - started,
-        "plan": planned - profiled,
-        "race": ended - planned,
-        "all": ended - started,
-        **ranks[0]["took_s"],
-    }
-    return row
+        trouble += _in_the_lab(lab, [here, "--inside", "race", str(folder)], pace) if subjects else ""
+        ended = time.perf_counter()
+        for subject, _ in subjects:
+            cluster, plans, entries, planning_s = ready[subject.name]
+            names = [f"{subject.name}-rank-{rank}.json" for rank in range(cluster.devices)]
+            if not all((folder / name).is_file() for name in names):
+                break
+            ranks = [json.loads((folder / name).read_text()) for name in names]
+            row = told_of(subject, cluster, plans, entries, ranks)
+            row["measurement"] = measured[subject.name]
+            row["took_s"] = {
+                "profile": (profiled - started) / len(subjects),
+                "plan": planning_s,
+                "race": (ended - planned) / len(subjects),
+                "all": (ended - started) / len(subjects),
+                **ranks[0]["took_s"],
+            }
+            yield subject, row
+    if trouble:
+        raise SystemExit(trouble)
+
+
+_Job = tuple[Cluster, Made, torch.device]
+
+
+def _planned(jobs: Sequence[_Job]) -> list[tuple[Cluster, dict[str, Plan], float]]:
+    """The plans for each, and seconds; side by side if there are several."""
+    if len(jobs) < 2:
+        return [_plan(job) for job in jobs]
+    with ProcessPoolExecutor(len(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(_plan, jobs))
+
+
+def _plan(job: _Job) -> tuple[Cluster, dict[str, Plan], float]:
+    cluster, make, device = job
+    began = time.perf_counter()
+    return cluster, dict(make(cluster, device)), time.perf_counter() - began
 
 
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 """What is freed stays in the process: else what one contestant has freed decides how fast another gets it anew."""
 
 
-def _in_the_lab(lab: Lab, script: Sequence[str], pace: Pace) -> None:
-    done = lab.run(script, env=KEEPS_MEMORY, fast_start=True, timeout_s=300 + pace.measure_s * 4 + pace.most_s * 3)
-    for one in done:
-        if one.returncode:
-            raise SystemExit(f"{one.host}: {' '.join(script)}\n{one.stdout[-2000:]}\n{one.stderr[-6000:]}")
+def _in_the_lab(lab: Lab, script: Sequence[str], pace: Pace) -> str:
+    """What went wrong; nothing, if all is well."""
+    done = lab.run(script, env=KEEPS_MEMORY, fast_start=True, timeout_s=600 + pace.measure_s * 8 + pace.most_s * 3)
+    failed = [one for one in done if one.returncode]
+    if not failed:
+        return ""
+    return f"{failed[0].host}: {' '.join(script)}\n{failed[0].stdout[-2000:]}\n{failed[0].stderr[-6000:]}\n"
 
 
 def plans_for(
@@ -367,7 +433,7 @@ def entries_for(
             yield Entry(name, "alone", tuple(batch if rank == fastest else 0 for rank in range(ranks)))
     for number, (name, plan) in enumerate(plans.items()):
         if (name != OURS or OURS in who) and not twin(name, plans):
-            path = folder / f"plan-{number}.json"
+            path = folder / f"{subject.name}-plan-{number}.json"
             save_plan(plan, str(path))
             yield Entry(name, "plan", plan=str(path))
 
@@ -539,10 +605,9 @@ def main() -> None:
     if options.inside:
         what, folder = options.inside[0], Path(options.inside[1])
         if what == "profile":
-            subject = Subject(**json.loads((folder / "subject.json").read_text()))
-            profile_rank(subject, options.measure, folder / "cluster.json")
+            profile_rank(folder, options.measure)
         else:
-            race_rank(read_race(folder / "race.json"), folder)
+            race_ranks(folder)
         return
     spec = SPECS[options.lab]
     listed = QUICK if options.quick else REST if options.zoo else SUBJECTS.get(spec.name, ON_CPU)
@@ -565,10 +630,11 @@ def main() -> None:
     with build(spec) as lab:
         if not lab.is_whole and not options.quick:
             parser.error("hosts without shares and links prove nothing (is this root?); --quick tries the script")
-        for subject in listed:
-            if subject.name not in wanted:
-                continue
-            row = race_in(lab, subject, who, partial(plans_for, subject, who, ablate), pace)
+        subjects = {one.name: one for one in listed}
+        racing = [(subjects[name], partial(plans_for, subjects[name], who, ablate)) for name in wanted]
+        # To start processes takes longer than a race on a GPU. Hosts with a quota are given it once in their life.
+        groups = [racing] if spec.kind == "gpu" else [[one] for one in racing]
+        for subject, row in (told for group in groups for told in races_in(lab, group, who, pace)):
             print(said(spec.name, subject.name, row), flush=True)
             rows[subject.name] = {**row, "by": {**record.about(), "pace": asdict(pace), "contestants": list(who)}}
             if not options.quick:
