@@ -380,6 +380,8 @@ def run_job(
     now: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Seconds of a job on the clock `now`; none at all if the op refuses random operands."""
+    if device.type == "cuda" and not is_safe(job, layouts):
+        return [], []
     try:
         with _ready(job.distinct.call.node, device) as once:
             forward = _prepared(job, layouts, device, once)
@@ -400,6 +402,26 @@ def run_job(
             return forward_s, look(backward, device, half)
     except REFUSED:
         return [], []
+
+
+def is_safe(job: Job, layouts: Layouts) -> bool:
+    """Whether an op takes random indices: tried with one unit of it on the host, where a wrong one is an error like
+    any other. On a GPU it would be the end of the process.
+    """
+    if not any(_is_whole(value) for value in job.distinct.call.operands):
+        return True
+    host, one = torch.device("cpu"), replace(job, units=1)
+    try:
+        with _ready(job.distinct.call.node, host) as once:
+            _prepared(one, layouts, host, once)()
+    except REFUSED:
+        return False
+    return True
+
+
+def _is_whole(value: Value) -> bool:
+    dtype = value.torch_dtype
+    return not (dtype.is_floating_point or dtype.is_complex or value.dtype == "bool")
 
 
 @contextmanager
@@ -485,7 +507,10 @@ def indices_below(call: Call) -> int:
         return table[0]
     if packet.startswith(("cross_entropy", "nll_loss")) and table:
         return table[1] if len(table) > 1 else table[0]
-    if packet in ("gather", "index_select", "take_along_dim") and table and isinstance(dim := call.arg("dim"), int):
+    if packet == "one_hot" and isinstance(classes := call.arg("num_classes"), int) and classes > 0:
+        return classes
+    along = packet in ("gather", "take_along_dim") or packet.startswith(("index_", "scatter"))
+    if along and table and isinstance(dim := call.arg("dim"), int):
         return table[dim]
     return max(min((size for shape in call.shapes for size in shape if size > 1), default=2), 2)
 

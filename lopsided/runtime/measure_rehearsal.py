@@ -62,7 +62,7 @@ _MOST_PACKING, _HALVINGS = 1e5, 30
 _QUICKEST, _TELLING = 0.4, 0.05
 """No links are off by more than that, and of a step that hardly depends on them nothing can be told."""
 _BITS, _LEAST_BYTES = 8, 2**18
-_LOOKUPS = ("embedding", "embedding_bag", "gather", "index_select", "take_along_dim", "cross_entropy", "nll_loss")
+_LOOKUPS = ("embedding", "gather", "index", "scatter", "take_along_dim", "one_hot", "cross_entropy", "nll_loss")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,16 @@ from lopsided.graph import Graph
 from lopsided.placement import S
 from lopsided.processes import Crew
 from lopsided.runtime import measure_kinds as room
+from lopsided.runtime import measure_ops
 from lopsided.runtime.measure import Measurement, measure, take_measurement
 from lopsided.runtime.measure_kinds import Found, Seat, Took
 from lopsided.runtime.measure_links import WAYS
 from lopsided.runtime.measure_ops import (
+    Job,
     Speeds,
     choose_jobs,
+    distinct_calls,
+    is_safe,
     layouts_of,
     measure_speeds,
     run_job,
@@ -308,3 +312,16 @@ def test_speeds_are_of_the_dtypes_that_multiply() -> None:
     speeds = measure_speeds(("f32", "f64"), CPU, 0.1)
     assert [dtype for dtype, _ in speeds.flops_per_s] == ["f32", "f64"]
     assert min(speeds.bytes_per_s, speeds.launch_s, *(flops for _, flops in speeds.flops_per_s)) > 0
+
+
+def test_indices_that_are_too_large_never_reach_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = small_graph("bert-moe")
+    calls = {call.text.split("(")[0]: call for call in distinct_calls([graph])}
+    one_hot = calls["aten.one_hot.default"]
+    assert measure_ops.indices_below(one_hot.call) == one_hot.call.arg("num_classes")
+    layouts = layouts_of(graph)
+    jobs = {name: Job(call, measure_ops._cut_of(call.call)[0], 1, 5) for name, call in calls.items()}
+    assert all(is_safe(job, layouts) for job in jobs.values())
+    monkeypatch.setattr(measure_ops, "indices_below", lambda call: 10**6)
+    refused = {name for name, job in jobs.items() if not is_safe(job, layouts)}
+    assert refused == {"aten.embedding.default", "aten.one_hot.default", "aten.cross_entropy_loss.default"}
