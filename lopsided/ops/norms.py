@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lopsided.ops.op import (
     Ask,
@@ -145,11 +148,59 @@ def _evaluated_talks(call: Call) -> list[Talk]:
 
 
 def _batch_statistics(x: Tensor, count: int) -> Talking:
-    dims = [d for d in range(x.dim()) if d != 1]
-    mean = (yield Ask(x.sum(dims), "P", "R")) / count
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    variance = (yield Ask((x - mean.reshape(shape)).square().sum(dims), "P", "R")) / count
+    mean = (yield Ask(x.sum(_but_channels(x)), "P", "R")) / count
+    spread = _Spread.apply(x, mean)  # type: ignore[no-untyped-call]
+    variance = (yield Ask(spread, "P", "R")) / count
     return mean, variance
+
+
+def _but_channels(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _along_channels(vector: Tensor, x: Tensor) -> Tensor:
+    return vector.reshape([1, -1, *[1] * (x.dim() - 2)])
+
+
+class _Spread(torch.autograd.Function):
+    """Squares of what is off a mean, added up for each channel. Written out, it would be kept three times over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor) -> Tensor:
+        ctx.save_for_backward(x, mean)
+        return (x - _along_channels(mean, x)).square_().sum(_but_channels(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, mean = ctx.saved_tensors
+        off = (x - _along_channels(mean, x)).mul_(_along_channels(2 * gradient, x))
+        return off, -off.sum(_but_channels(x))
+
+
+class _Normalised(torch.autograd.Function):
+    """`(x - mean) / √(variance + eps) · weight + bias` by torch's kernel, which takes mean and variance for constants:
+    their gradients follow from those of weight and bias.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, variance, weight)
+        ctx.eps = eps
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, variance, weight = ctx.saved_tensors
+        dims, scale = _but_channels(x), torch.rsqrt(variance + ctx.eps)
+        shifted = gradient.sum(dims)
+        scaled = scale * (x - _along_channels(mean, x)).mul_(gradient).sum(dims)
+        towards_x = gradient * _along_channels(weight * scale, x)
+        towards_mean, towards_variance = -weight * scale * shifted, -weight * scale.square() * scaled / 2
+        return towards_x, towards_mean, towards_variance, scaled, shifted, None
 
 
 def _moved(running: Tensor, towards: Tensor, momentum: float) -> Tensor:
@@ -205,11 +256,10 @@ def _batch_norm_arguments(
 def _normalised(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    y = (x - mean.reshape(shape)) * torch.rsqrt(variance + eps).reshape(shape)
-    if weight is not None:
-        y = y * weight.reshape(shape)
-    return y if bias is None else y + bias.reshape(shape)
+    scale = torch.ones_like(mean) if weight is None else weight.to(x.dtype)
+    shift = torch.zeros_like(mean) if bias is None else bias.to(x.dtype)
+    normalised: Tensor = _Normalised.apply(x, mean, variance, scale, shift, eps)  # type: ignore[no-untyped-call]
+    return normalised
 
 
 def instance_norm(call: Call) -> str:
