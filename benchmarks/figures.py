@@ -40,12 +40,11 @@ NAMES = {
     "alone": "fastest host alone",
 }
 WHY = {
-    "lab-gpu": "vgg19 spends nine tenths of a step in the backward pass of one pooling layer, whose kernel adds one "
-    "element at a time; its estimate was a hundredth of that, and so it was not measured (since then every call gets a "
-    "glance first; not tried on that machine). In gpt2 and llama data parallelism was predicted 17 to 30 % too slow, "
-    "and something else was taken.",
-    "lab-gpu-2": "losses are no numbers there for most models and for all contestants, one process of plain torch "
-    "included: nothing of these counts (docs/lab.md).",
+    "lab-gpu": "what processes of one host send each other over gloo takes as long as that host's processors make it, "
+    "and others used them too: the fastest part alone takes the same in every round, to half a percent, and who sends "
+    "anything differs by a quarter from round to round. A plan that was made of a quiet moment's links is predicted "
+    "too fast for a busy one, and DDP gains or loses as much by chance.",
+    "lab-gpu-2": "differences of a few percent between one process that trains by a plan and one of plain torch.",
     "lab-even": "where the plan is data parallelism, what is left is the difference between two implementations of it, "
     "and noise of a few percent.",
     "lab-cpu": "a plan was predicted too fast: on hosts with a quota, threads that carry bytes use up the quota of "
@@ -596,10 +595,20 @@ def page(
     for lab, told in about.items():
         made = told["about"]
         lines.append(
-            f"| {lab} | `{made['command']}` | {made['commit']} | {made['torch']} | {made['machine']} "
+            f"| {lab} | `{made['command']}` | {_commits(told)} | {made['torch']} | {made['machine']} "
             f"| {told['pace']['rounds']} of {told['pace']['steps']} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _commits(told: Row) -> str:
+    """Of what was measured; with the models, where not all were measured at one."""
+    models: dict[str, list[str]] = {}
+    for model, row in told["models"].items():
+        models.setdefault(row.get("by", told["about"])["commit"], []).append(model)
+    if len(models) == 1:
+        return next(iter(models))
+    return ", ".join(f"{commit} ({', '.join(names)})" for commit, names in models.items())
 
 
 def write(results: Path = RESULTS, docs: Path = DOCS) -> list[Path]:

@@ -234,10 +234,6 @@ class Link:
         check_between(self.latency_s, 0, 3600, "latency_s", "a link")
         check_between(self.bytes_per_s, 1, _MOST_BYTES_PER_S, "bytes_per_s", "a link")
 
-    def slower(self, times: float) -> Link:
-        """What is sent takes so many times as long."""
-        return Link(self.latency_s * times, min(max(self.bytes_per_s / times, 1.0), _MOST_BYTES_PER_S), self.skew)
-
 
 # Printing
 

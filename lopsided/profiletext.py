@@ -19,6 +19,7 @@ WIDTH = 100
 _CALLS = 8
 _WORST = 3
 _BAD = 0.1  # an error that is worth naming
+_CROWDED = 1.02
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -89,6 +90,9 @@ def _device_lines(found: Measurement) -> Iterator[str]:
     if not found.ways:
         rows = [row[:-1] for row in rows]
     yield from _table(rows)
+    crowdings = [kind.crowding for kind in cluster.kinds]
+    if max(crowdings) > _CROWDED:
+        yield f"devices that share a chip are {_times(crowdings)} times as fast alone as all together"
     for hardware in dict.fromkeys(kind.source.removeprefix("measured: ") for kind in cluster.kinds):
         yield f"  {short(hardware, WIDTH - 2)}"
 
@@ -185,6 +189,9 @@ def _way_lines(found: Measurement) -> Iterator[str]:
         f"behind computing they take {found.stretch:.2f} times as long, and computing loses "
         f"{percent(min(found.drag))} to {percent(max(found.drag))}"
     )
+    if found.cluster.packing > 1:
+        packing = f"{found.cluster.packing:.1f} times as long as to read and write it once"
+        yield from _wrapped(f"to put together what is gathered and scattered takes {packing}, by a whole step", "  ")
     for one, other, link in found.cluster.pairs:
         speed = metric_text(link.bytes_per_s, "B/s")
         yield f"between {one} and {other} it is slower: {seconds_text(link.latency_s)}, {speed}"

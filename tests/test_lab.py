@@ -191,6 +191,15 @@ def test_a_check_is_told_as_a_table() -> None:
     text = lab.check_table(SPECS["lab-cpu-2link"], found)
     assert "b        50%    25.0% (-50.0%)" in text
     assert "a → c   200 Mbit/s 2 ms    197 Mbit/s" in text
+    assert "wrong" not in text
+
+
+def test_a_part_of_a_gpu_that_multiplies_wrongly_is_told() -> None:
+    speed = {"per_s": 25.0, "block_s": 0.03, "variation": 0.1}
+    parts = [{"short": speed, "long": speed, "off": off} for off in (0.52, 0.001)]
+    text = lab.check_table(SPECS["lab-gpu-2"], {"hosts": parts, "bytes": 0})
+    assert "products of bf16 are wrong on a by 52%" in text
+    assert "b by" not in text
 
 
 # On this machine

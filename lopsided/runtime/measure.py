@@ -68,9 +68,6 @@ from lopsided.runtime.measure_rehearsal import (
     prepared,
     prepared_hiding,
     ratio_of,
-    sending,
-    slower,
-    slowness_of,
     step_seconds,
     step_together,
 )
@@ -190,8 +187,9 @@ def take_measurement(
             steps = iter(range(parts - _link_parts(ranks) + 1, parts + 1))
             world = _World(_talking(group, seats), council, device, *_sent(graphs), budget_s)
             cluster, fits, drags = _with_links(cluster, world, devices, lambda: progress(next(steps), parts))
-            if rehearsal is not None and ratios:
-                cluster = _all_together(rehearsal, cluster, world, any(seat.gpu for seat in seats))
+            # A GPU packs at the speed of its memory: nobody would notice.
+            if rehearsal is not None and ratios and not any(seat.gpu for seat in seats):
+                cluster = replace(cluster, packing=_packing(rehearsal, cluster, world))
         lines = tuple(_lines(cluster, devices))
         measurement = Measurement(
             cluster,
@@ -388,26 +386,16 @@ def _rehearsed(
     return tuple(one for one in ratios if one is not None) if None not in ratios else ()
 
 
-def _all_together(rehearsal: Rehearsal, cluster: Cluster, world: _World, has_gpus: bool) -> Cluster:
-    """The cluster as a whole step shows it, if there is time for one.
-
-    On processors, what gathering and scattering parameters costs beside sending them. A GPU packs at the speed of its
-    memory, and nobody would notice; but what crosses from there to the host and back is under way for longer or shorter
-    than one transfer by itself, and that shows in data parallelism.
-    """
+def _packing(rehearsal: Rehearsal, cluster: Cluster, world: _World) -> float:
+    """What gathering and scattering parameters costs beside sending them, by a whole step if there is time for one."""
     council, device, rank = world.council, world.device, _rank(world.council)
-    budget_s = _HIDING_PART * world.budget_s
-    whole = sending(rehearsal, cluster) if has_gpus else prepared_hiding(rehearsal, cluster, budget_s)
-    whole = _agreed(council, whole)
-    if whole is None:
-        return cluster
-    runs = step_seconds(whole, rank, device, 0.0, time.perf_counter) is not None
+    hiding = _agreed(council, prepared_hiding(rehearsal, cluster, _HIDING_PART * world.budget_s))
+    if hiding is None:
+        return 1.0
+    runs = step_seconds(hiding, rank, device, 0.0, time.perf_counter) is not None
     if not all(council.hear(runs)):
-        return cluster
-    step_s = step_together(whole, world.talkers(cluster).wire, council, device)
-    return (
-        slower(cluster, slowness_of(whole, step_s)) if has_gpus else replace(cluster, packing=packing_of(whole, step_s))
-    )
+        return 1.0
+    return packing_of(hiding, step_together(hiding, world.talkers(cluster).wire, council, device))
 
 
 def _scaled(found: Found, ratio: float) -> Found:

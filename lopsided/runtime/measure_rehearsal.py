@@ -2,9 +2,8 @@
 
 In: a graph, a cluster whose calls are measured, which of its devices this is. Out: how many times as long a step's
 calls take as they were measured to (`ratio_of`), from what the tables say (`expected`) and what a step took
-(`step_seconds`); and from what a step took all ranks together (`step_together`), how many times as long as reading and
-writing it once it takes to pack what is gathered and scattered (`packing_of`), or how many times as long as they were
-measured to transfers take (`slowness_of`).
+(`step_seconds`); and how many times as long as reading and writing it once it takes to pack what is gathered and
+scattered (`packing_of`), from what a step took all ranks together (`step_together`).
 
 One by one and again and again, a call finds its operands in a cache and its memory at hand; in a step it comes after
 all the others. So data parallelism is run as this device would run it, with shares by speed, forward and backward, over
@@ -59,8 +58,6 @@ _LEAST, _LARGEST = 0.5, 2.0
 _SLOW = Link(1.0, 1e6)
 """So that no op leaves the batch's cut for one that rounds a little better."""
 _MOST_PACKING, _HALVINGS = 1e5, 30
-_QUICKEST, _TELLING = 0.4, 0.05
-"""No links are off by more than that, and of a step that hardly depends on them nothing can be told."""
 _BITS, _LEAST_BYTES = 8, 2**18
 _LOOKUPS = ("embedding", "gather", "index", "scatter", "take_along_dim", "one_hot", "cross_entropy", "nll_loss")
 
@@ -195,37 +192,6 @@ def step_together(rehearsal: Rehearsal, wire: Wire, council: Council, device: to
             step()
             times.append(council.slowest(time.perf_counter() - started))
     return statistics.median(times)
-
-
-def sending(rehearsal: Rehearsal, cluster: Cluster) -> Rehearsal:
-    """The same over the links of this cluster: gradients are added up behind computing."""
-    return replace(rehearsal, cluster=cluster)
-
-
-def slowness_of(rehearsal: Rehearsal, step_s: float) -> float:
-    """How many times as long as measured transfers must take for a pass to take so long; 1 where that tells nothing."""
-    low, high = _QUICKEST, 1 / _QUICKEST
-    least, most = (predicted_s(replace(rehearsal, cluster=slower(rehearsal.cluster, x)), 1.0) for x in (low, high))
-    if most < (1 + _TELLING) * least:
-        return 1.0
-    for _ in range(_HALVINGS):
-        middle = math.sqrt(low * high)
-        if predicted_s(replace(rehearsal, cluster=slower(rehearsal.cluster, middle)), 1.0) < step_s:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(low * high)
-
-
-def slower(cluster: Cluster, times: float) -> Cluster:
-    """All that is sent takes so many times as long."""
-    return replace(
-        cluster,
-        within=cluster.within.slower(times),
-        between=cluster.between.slower(times),
-        collectives=tuple((collective, way, one.slower(times)) for collective, way, one in cluster.collectives),
-        pairs=tuple((one, other, between.slower(times)) for one, other, between in cluster.pairs),
-    )
 
 
 def packing_of(rehearsal: Rehearsal, step_s: float) -> float:

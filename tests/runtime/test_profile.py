@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,8 @@ def test_progress_in_percent() -> None:
 
 def made_up() -> Measurement:
     cluster = load_cluster("hap-4")
+    kinds = tuple(replace(kind, crowding=1.1 + 0.1 * number) for number, kind in enumerate(cluster.kinds))
+    cluster = replace(cluster, kinds=kinds, packing=3.21)
     call = "aten.linear.default(f32[512, 128, 4096], f32[16384, 4096], f32[16384])" * 2
     lines = tuple(
         Line(kind, call, 12, 0.0123 * (kind + 1), 0.17, 0.03) for kind in range(len(cluster.kinds)) for _ in range(12)
@@ -137,4 +140,6 @@ def test_lines_fit_a_terminal_and_name_the_worst() -> None:
     assert "17 %" in text
     assert "straggler" in text
     assert "1.50 times as long" in text
+    assert "devices that share a chip are 1.10 to 1.20 times as fast alone" in text
+    assert "gathered and scattered takes 3.2 times as long as to read and write" in text
     assert "a whole step takes 1.00 to 1.09 times as long as its calls one by one" in text
