@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -380,7 +380,7 @@ def run_job(
     now: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Seconds of a job on the clock `now`; none at all if the op refuses random operands."""
-    if device.type == "cuda" and not is_safe(job, layouts):
+    if device.type == "cuda" and not is_safe(job.distinct.call, job.rule):
         return [], []
     try:
         with _ready(job.distinct.call.node, device) as once:
@@ -404,16 +404,19 @@ def run_job(
         return [], []
 
 
-def is_safe(job: Job, layouts: Layouts) -> bool:
+@lru_cache(maxsize=1024)
+def is_safe(call: Call, rule: Rule) -> bool:
     """Whether an op takes random indices: tried with one unit of it on the host, where a wrong one is an error like
     any other. On a GPU it would be the end of the process.
     """
-    if not any(_is_whole(value) for value in job.distinct.call.operands):
+    if not any(_is_whole(value) for value in call.operands):
         return True
-    host, one = torch.device("cpu"), replace(job, units=1)
+    host = torch.device("cpu")
+    length = max((placement.length(value.shape) for placement, value in _shards(call, rule)), default=1)
+    one = Job(Distinct("", call, work_of(call), 1), rule, 1, max(length, 1))
     try:
-        with _ready(job.distinct.call.node, host) as once:
-            _prepared(one, layouts, host, once)()
+        with _ready(call.node, host) as once:
+            _prepared(one, {}, host, once)()
     except REFUSED:
         return False
     return True
