@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 os.environ["LOPSIDED_CACHE"] = "0"  # nothing that is measured here is kept, or read from an earlier run
+# A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C, which some of them send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "lopsided", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=60
 )

@@ -31,7 +31,10 @@ PLACEMENTS = (I, R, P, S(0), S(1))
 
 @dataclass(frozen=True)
 class RandomPrices:
-    """Prices by the shape of things: equal calls and values have equal prices, slices and zeros are free."""
+    """Prices by the shape of things: equal calls and values have equal prices, slices and zeros are free.
+
+    Where there is no gradient, `I` and `R` are the same.
+    """
 
     seed: int
     cheap: bool = False
@@ -43,7 +46,9 @@ class RandomPrices:
         return self._price("rule", node.op, str(rule))
 
     def convert(self, value: Value, source: Placement, to: Placement) -> float:
-        free = source == R or to == P or (source.is_whole and not value.grad)
+        if not value.grad:
+            source, to = (R if placement == I else placement for placement in (source, to))
+        free = source == R or to == P
         return 0.0 if free or source == to else self._price("convert", value.shape, str(source), str(to))
 
     def store(self, leaf: Leaf, placement: Placement) -> float:
