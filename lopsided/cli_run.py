@@ -41,7 +41,7 @@ from lopsided.runtime.proof import (
     planned,
     prove,
 )
-from lopsided.runtime.recorder import RECORD_VARIABLE
+from lopsided.runtime.recording import RECORD_VARIABLE
 from lopsided.terminal import AsJson, Verbose, out, print_json, progress_bar
 from lopsided.verify import verify
 

@@ -22,7 +22,7 @@ from lopsided.listing import seconds_text
 from lopsided.planfile import load_plan
 from lopsided.record import RUN_FILE, load_run
 from lopsided.runtime.launch import start_own
-from lopsided.runtime.recorder import RECORDED, SKIPPED, TIMED
+from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED
 from lopsided.runtime.train import MADE, Trained, train
 from lopsided.terminal import AsJson, Batch, Model, Verbose, out, print_json
 

@@ -1,6 +1,6 @@
 """What a run did: seconds of steps, what every device computed and sent in some of them, and its peak of memory.
 
-In: what the processes of a run noted (`runtime/recorder`). Out: `Run`, plain data, to JSON and back;
+In: what the processes of a run noted (`runtime/recording`). Out: `Run`, plain data, to JSON and back;
 `parse_run(run_text(run)) == run`. A run carries its plan, so that it can be confronted with it (`confront`), shown
 (`report`) and learnt from (`feedback`).
 

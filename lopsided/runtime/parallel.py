@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lopsided.capture import LossFn, capture, flatten_batch, surrounding_autocast
 from lopsided.cluster import Cluster
 from lopsided.collectives import Network
-from lopsided.errors import BatchError, InputError, TrainingError
+from lopsided.errors import BatchError, TrainingError
 from lopsided.graph import Graph, Leaf
 from lopsided.placement import Placement, pieces_of, take_piece
 from lopsided.plan import Plan
@@ -41,7 +41,7 @@ from lopsided.runtime.op import AnyRandomness
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.randomness import Randomness
-from lopsided.runtime.recorder import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, hardware_of
+from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.runtime.steps import Steps
 from lopsided.runtime.variants import program_for
 from lopsided.runtime.watch import Watch
@@ -310,8 +310,7 @@ class Parallel(nn.Module):
         if self.wire is None:
             return self._loss_of_others()
         mode = self._mode()
-        recorder = self.recording.recorder if self.recording is not None else None
-        self.wire.recorder = recorder if recorder is not None and recorder.is_noting and self.training else None
+        self.wire.recorder = self.recording.noting if self.recording is not None and self.training else None
         self._forwards += 1
         self.watch.at_step(self._forwards)
         self._check_inputs(tensors)
@@ -480,31 +479,18 @@ class Parallel(nn.Module):
         After so many more steps of the optimizer the first process's `Recording.run` has what was found, and it is
         written to `path`. Every process of the run calls this at the same place; those without a device get None.
         """
-        if min(skipped, recorded) < 0 or timed < 1:
-            raise InputError(
-                f"{skipped} steps skipped, {timed} timed and {recorded} recorded cannot be",
-                do="time one step or more",
-            )
-        if self.wire is None or self._side is None:
-            return None
-        self.recording = Recording(
+        self.recording = start_recording(
+            self,
             self.plan,
-            self.world.device,
+            self.world,
             self._side,
-            self.world.order[self.world.place],
+            path,
             model=model or type(self._model[0]).__name__,
-            hardware=hardware_of(self.world.device),
-            path=path,
             skipped=skipped,
             timed=timed,
             recorded=recorded,
-            held_bytes=self._held_bytes,
         )
         return self.recording
-
-    def _held_bytes(self) -> int:
-        held = [*self.parameters(), *(p.grad for p in self.parameters() if p.grad is not None)]
-        return sum(tensor.nbytes for tensor in held)
 
     # What can be wrong with a loss
 

@@ -1,11 +1,6 @@
 """Notes what one process does: seconds of some steps, and of some others all that is computed and sent.
 
-In: marks of the interpreter (`instructions`), of the wire and of the optimizer. Out: `DeviceRun`s, brought together by
-`Recording` as a `Run`.
-
-    skipped     steps in which memory is found, kernels are chosen and buffers are made
-    timed       steps of which only the end is noted: nothing else is different from any other step
-    recorded    steps of which everything is noted; they take a little longer
+In: marks of the interpreter (`instructions`), of the wire and of the optimizer. Out: `StepRun`s, and when each began.
 
 Computing is one line of marks: what begins ends what was going on. The backward pass of an op begins when the gradient
 of its result is there, because autograd then runs it. What is sent ends when it has arrived, which a thread of its own
@@ -20,36 +15,23 @@ import platform
 import queue
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lopsided.errors import RunError
-from lopsided.plan import Plan
-from lopsided.record import COMPUTE, NETWORK, OPTIMIZER, DeviceRun, Run, Span, StepRun, save_run
+from lopsided.record import COMPUTE, NETWORK, Span, StepRun
 from lopsided.runtime.lanes import Work
 
-RECORD_VARIABLE = "LOPSIDED_RECORD"
-"""The file into which every parallelized model records its first steps, if set."""
-
-SKIPPED, TIMED, RECORDED = 3, 10, 3
-
 HANDSHAKE = "handshake"
+DIGITS = 7  # of seconds in a file
 _IDLE = ""
-_DIGITS = 7  # of seconds in a file
 
 Stamp = float | torch.cuda.Event
-
-
-class NotRecordedWarning(UserWarning):
-    """A record that could not be written; training goes on."""
 
 
 @dataclass(slots=True)
@@ -188,9 +170,9 @@ class Recorder:
         for sent in step.sent:
             last = sent.end_s or sent.start_s
             span = _span(NETWORK, sent.what, sent.start_s - start, last - start)
-            rest = (sent.collective, sent.way, sent.bytes, float(f"{sent.largest:.6g}"), round(sent.waited_s, _DIGITS))
+            rest = (sent.collective, sent.way, sent.bytes, float(f"{sent.largest:.6g}"), round(sent.waited_s, DIGITS))
             spans.append(Span(span.lane, span.what, span.start_s, span.end_s, *rest))
-        return StepRun(round(end - start, _DIGITS), tuple(sorted(spans, key=lambda span: span.start_s)))
+        return StepRun(round(end - start, DIGITS), tuple(sorted(spans, key=lambda span: span.start_s)))
 
     def _seconds(self, stamp: Stamp) -> float:
         if isinstance(stamp, float):
@@ -201,8 +183,8 @@ class Recorder:
 
 def _span(lane: str, what: str, start_s: float, end_s: float) -> Span:
     # What began before the step did (the clock of a stream and that of its host differ by a little) begins with it.
-    start_s = max(round(start_s, _DIGITS), 0.0)
-    return Span(lane, what, start_s, max(round(end_s, _DIGITS), start_s))
+    start_s = max(round(start_s, DIGITS), 0.0)
+    return Span(lane, what, start_s, max(round(end_s, DIGITS), start_s))
 
 
 class _Arrivals:
@@ -253,140 +235,6 @@ class _Followed:
         self._done.wait()
         if self._error is not None:
             raise self._error
-
-
-# All processes together
-
-
-class Recording:
-    """A stretch of a run: steps that are skipped, timed and recorded in turn, then brought together.
-
-    In the first process that takes part, `run` is what came of it; it is None before, and in all others. `number` is
-    that of this process's device in the plan.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        number: int,
-        *,
-        model: str = "",
-        hardware: str = "",
-        path: str | Path | None = None,
-        skipped: int = SKIPPED,
-        timed: int = TIMED,
-        recorded: int = RECORDED,
-        held_bytes: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.run: Run | None = None
-        self.recorder: Recorder | None = Recorder(device)
-        self._plan, self._group, self._number, self._path = plan, group, number, path
-        self._about = (model, hardware)
-        # The first step that is looked at begins where one ends.
-        skipped = max(skipped, 1)
-        self._skipped, self._timed, self._all = skipped, skipped + timed, skipped + timed + recorded
-        self._ended = 0
-        self._memory = _Memory(device, held_bytes())
-        self._zero_s = self._together_s()
-
-    @property
-    def is_done(self) -> bool:
-        return self.recorder is None
-
-    def before_update(self) -> None:
-        if self.recorder is not None and self.recorder.is_noting:
-            self.recorder.mark(OPTIMIZER)
-
-    def after_update(self) -> None:
-        """The end of a step."""
-        recorder = self.recorder
-        if recorder is None:
-            return
-        if recorder.is_noting:
-            recorder.idle()
-        self._ended += 1
-        if self._ended >= self._skipped:
-            recorder.end_step()
-        recorder.is_noting = self._ended >= self._timed
-        if self._ended == self._all:
-            self.recorder = None
-            self._bring_together(recorder)
-
-    def _together_s(self) -> float:
-        """One moment on everybody's clock."""
-        dist.barrier(self._group)
-        return time.perf_counter()
-
-    def _bring_together(self, recorder: Recorder) -> None:
-        mine = [(began - self._zero_s, step) for began, step in recorder.finished()]
-        told = (self._number, self._about[1], self._memory.peak_bytes(), mine)
-        heard: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(heard, told, group=self._group)
-        if dist.get_rank(self._group) != 0:
-            return
-        heard.sort(key=lambda one: one[0])
-        # Devices begin a step when they have ended the last: all spans are counted from the first of them.
-        first = [min(one[3][k][0] for one in heard) for k in range(len(mine))]
-        devices = tuple(
-            DeviceRun(
-                self._plan.devices[number],
-                hardware,
-                peak,
-                tuple(_shifted(step, began - first[k]) for k, (began, step) in enumerate(steps)),
-            )
-            for number, hardware, peak, steps in heard
-        )
-        self.run = Run(self._about[0], torch.__version__, self._plan, devices)
-        if self._path is not None:
-            try:
-                save_run(self.run, self._path)
-            except RunError as error:
-                # Training is worth more than its record, and the others wait for this process.
-                warnings.warn(NotRecordedWarning(str(error)), stacklevel=2)
-
-
-def _shifted(step: StepRun, by_s: float) -> StepRun:
-    moved = tuple(
-        Span(
-            span.lane,
-            span.what,
-            round(span.start_s + by_s, _DIGITS),
-            round(span.end_s + by_s, _DIGITS),
-            *(span.collective, span.way, span.bytes, span.largest, span.waited_s),
-        )
-        for span in step.spans
-    )
-    return StepRun(step.seconds, moved)
-
-
-class _Memory:
-    """The most a process held, the interpreter and its libraries apart."""
-
-    def __init__(self, device: torch.device, held_bytes: int) -> None:
-        self._device, self._base = device, 0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            return
-        try:
-            # The kernel's mark of the most pages starts anew. What is there now beside the model is not the model's.
-            Path("/proc/self/clear_refs").write_text("5")
-            self._base = _status("VmRSS") - held_bytes
-        except OSError:
-            self._base = -1
-
-    def peak_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        return max(_status("VmHWM") - self._base, 0) if self._base >= 0 else 0
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def hardware_of(device: torch.device) -> str:

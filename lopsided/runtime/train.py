@@ -19,7 +19,7 @@ from lopsided.models import load
 from lopsided.plan import Plan
 from lopsided.record import Run
 from lopsided.runtime.parallel import parallelize
-from lopsided.runtime.recorder import RECORDED, SKIPPED, TIMED
+from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED
 
 MADE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
