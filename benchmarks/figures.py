@@ -2,124 +2,28 @@
 
 python benchmarks/figures.py          (or make figures)
 
-In: benchmarks/results/proof-*.json, zoo-*.json, ablation-*.json and programs-*.json, whichever are there. Out: nothing
-that is not in them: no number is typed. Pictures are plain SVG, in the reader's own font, legible on light and on dark.
+In: what was measured (`cells`), and the page made of it (`page`). Out: nothing that is not in them: no number is typed.
+Pictures are plain SVG, in the reader's own font, legible on light and on dark.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from accuracy import errors
-from proof import BASELINES, ON_CPU, OURS
+from cells import GOAL_WORST, LABS, NAMES, Cell, Row, geometric_mean, read_cells, read_programs, times_without
+from page import proof_page
+from proof import OURS
 
-from lopsided.ablation import ADDITIONS, HAP
+from lopsided.ablation import HAP
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 DOCS = HERE.parent / "docs"
-LABS = ("lab-cpu", "lab-cpu-2link", "lab-even", "lab-gpu", "lab-gpu-2")
-EVEN = "lab-even"
-GOAL_TIMES, GOAL_EVEN, GOAL_WORST, GOAL_MEAN, GOAL_RANK = 2.41, 1.03, 0.15, 0.07, 0.95
-AS_FAST = 1.0
-NAMES = {
-    "dp-ev": "DDP, equal shares",
-    "dp-cp": "DDP, shares by speed",
-    "fsdp2": "FSDP2",
-    "deepspeed-1": "DeepSpeed ZeRO-1",
-    "deepspeed-3": "DeepSpeed ZeRO-3",
-    HAP: "HAP",
-    OURS: "Lopsided",
-    "alone": "fastest host alone",
-}
-WHY = {
-    "lab-gpu": "what processes of one host send each other over gloo takes as long as that host's processors make it, "
-    "and others used them too: the fastest part alone takes the same in every round, to half a percent, and who sends "
-    "anything differs by a quarter from round to round. A plan that was made of a quiet moment's links is predicted "
-    "too fast for a busy one, and DDP gains or loses as much by chance.",
-    "lab-gpu-2": "differences of a few percent between one process that trains by a plan and one of plain torch.",
-    "lab-even": "where the plan is data parallelism, what is left is the difference between two implementations of it, "
-    "and noise of a few percent.",
-    "lab-cpu": "a plan was predicted too fast: on hosts with a quota, threads that carry bytes use up the quota of "
-    "those that compute.",
-    "lab-cpu-2link": "as on `lab-cpu`.",
-}
-"""What is known of the reasons, by lab; printed only where a goal is missed."""
-NOTE = "<!-- Written by `make figures` from benchmarks/results; edit benchmarks/figures.py instead. -->\n"
-
-Row = dict[str, Any]
-
-
-# What was measured
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A model in a lab."""
-
-    lab: str
-    model: str
-    row: Row
-
-    @property
-    def counted(self) -> dict[str, Row]:
-        """The contestants that ran and trained the same model."""
-        found = self.row["contestants"].items()
-        return {name: one for name, one in found if "measured_s" in one and one["same"]}
-
-    def seconds(self, name: str) -> float:
-        return float(self.counted[name]["measured_s"]) if name in self.counted else math.nan
-
-    @property
-    def best_baseline(self) -> str:
-        there = [name for name in BASELINES if name in self.counted]
-        return min(there, key=self.seconds, default="")
-
-    def faster(self, name: str, than: str = "dp-ev") -> float:
-        """How many times as fast, round by round: what disturbs one disturbs its neighbours."""
-        if name not in self.counted or than not in self.counted:
-            return math.nan
-        pairs = zip(self.counted[than]["rounds_s"], self.counted[name]["rounds_s"], strict=False)
-        return float(statistics.median(theirs / own for theirs, own in pairs))
-
-    @property
-    def margin(self) -> float:
-        """How many times as fast as the best baseline."""
-        return self.faster(OURS, self.best_baseline) if self.best_baseline else math.nan
-
-    @property
-    def reached(self) -> bool:
-        return bool(self.margin >= (1 / GOAL_EVEN if self.lab == EVEN else AS_FAST))
-
-
-def read_cells(results: Path, kind: str = "proof") -> list[Cell]:
-    found = []
-    for lab in LABS:
-        path = results / f"{kind}-{lab}.json"
-        if path.is_file():
-            told = json.loads(path.read_text())
-            found += [Cell(lab, model, row) for model, row in told["models"].items()]
-    return found
-
-
-def read_programs(results: Path) -> list[Row]:
-    return [json.loads(path.read_text()) for path in sorted(results.glob("programs-*.json"))]
-
-
-def _mean(values: Iterable[float]) -> float:
-    """Geometric."""
-    kept = [value for value in values if value > 0 and math.isfinite(value)]
-    return math.exp(statistics.fmean(math.log(value) for value in kept)) if kept else math.nan
-
-
-# Drawing
 
 STYLE = """
 .ink{fill:#1f2328}.dim{fill:#59636e}.line{stroke:#59636e}.grid{stroke:#d1d9e0}.ours{fill:#1f6feb}.hap{fill:#d9822b}
@@ -241,7 +145,7 @@ def _panel(
 
 def _mean_bars(cells: Sequence[Cell]) -> Bars:
     every = [_bars(cell) for cell in cells]
-    return {look: _mean(bars[look] for bars in every) for look in ("base", "hap", "ours")}
+    return {look: geometric_mean(bars[look] for bars in every) for look in ("base", "hap", "ours")}
 
 
 def _bars(cell: Cell) -> Bars:
@@ -249,22 +153,9 @@ def _bars(cell: Cell) -> Bars:
     return {"base": best, "hap": cell.faster(HAP), "ours": cell.faster(OURS)}
 
 
-def _without(cells: Sequence[Cell]) -> dict[str, list[tuple[Cell, float]]]:
-    """Of each addition, and of HAP: how many times as long a step takes without it."""
-    names = {**{f"no-{name}": name for name in ADDITIONS}, HAP: HAP}
-    found: dict[str, list[tuple[Cell, float]]] = {}
-    for key, name in names.items():
-        for cell in cells:
-            # Where the same plan is found without it, it brings nothing.
-            own = cell.row["contestants"].get(key, {}).get("same_as", key)
-            if own in cell.counted and OURS in cell.counted:
-                found.setdefault(name, []).append((cell, 1 / cell.faster(own, OURS)))
-    return found
-
-
 def ablation(cells: Sequence[Cell]) -> str:
     """What a step takes without each addition, over what it takes with all."""
-    rows = _without(cells)
+    rows = times_without(cells)
     left, right, top, each = 150.0, 760.0, 66.0, 34.0
     height = top + each * max(len(rows), 1) + 40
     drawing = Drawing(800, height, "A step without each addition, over a step with all of them")
@@ -283,7 +174,7 @@ def ablation(cells: Sequence[Cell]) -> str:
             drawing.text(place(tick), bottom + 18, f"{tick:g}×", "dim small", "middle")
     for number, (name, found) in enumerate(rows.items()):
         y = top + each * (number + 0.5)
-        mean = _mean(value for _, value in found)
+        mean = geometric_mean(value for _, value in found)
         drawing.text(left - 14, y + 4, name if name == HAP else f"no {name}", "ink", "end")
         drawing.rect(min(place(1.0), place(mean)), y - 9, abs(place(mean) - place(1.0)), 18, "band")
         drawing.line(place(mean), y - 11, place(mean), y + 11, "line")
@@ -381,234 +272,7 @@ def timeline(cell: Cell) -> str:
     return drawing.svg()
 
 
-# The page
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f}" if math.isfinite(seconds) else "–"
-
-
-def _times(value: float) -> str:
-    return f"{value:.2f}×" if math.isfinite(value) else "–"
-
-
-def _met(yes: bool) -> str:
-    return "reached" if yes else "**not reached**"
-
-
-def _not_run(count: int) -> str:
-    return f", {count} not measured" if count else ""
-
-
-def goals(cells: Sequence[Cell], zoo: Sequence[Cell], programs: Sequence[Row]) -> Iterator[str]:
-    unequal, even = [c for c in cells if c.lab != EVEN], [c for c in cells if c.lab == EVEN]
-    models = {subject.name for subject in ON_CPU}
-    yield "| goal | | |\n|---|---|---|"
-    if unequal:
-        reached, every = sum(cell.reached for cell in unequal), len(models) * (len(LABS) - 1)
-        yield (
-            f"| as fast as the best baseline or faster, every model on every unequal lab | {reached} of {every}"
-            f"{_not_run(every - len(unequal))} | {_met(reached == every)} |"
-        )
-        best = max(unequal, key=lambda cell: cell.faster(OURS) if math.isfinite(cell.faster(OURS)) else 0)
-        yield (
-            f"| {GOAL_TIMES}× DP-EV or more on one of them | {_times(best.faster(OURS))} ({best.model}, {best.lab}) "
-            f"| {_met(best.faster(OURS) >= GOAL_TIMES)} |"
-        )
-    if even:
-        reached, every = sum(cell.reached for cell in even), len(models)
-        yield (
-            f"| within {GOAL_EVEN - 1:.0%} of the best baseline on `{EVEN}` | {reached} of {every}"
-            f"{_not_run(every - len(even))} | {_met(reached == every)} |"
-        )
-    ours = errors(cell.row["contestants"][OURS] for cell in (*cells, *zoo) if OURS in cell.counted)
-    if ours["count"]:
-        for which, goal in (("worst", GOAL_WORST), ("mean", GOAL_MEAN)):
-            met = _met(ours[which] <= goal)
-            yield f"| {which} error of a predicted step at most {goal:.0%} | {ours[which]:.1%} | {met} |"
-    for told in programs:
-        yield (
-            f"| rank correlation {GOAL_RANK} over {told['programs']} programs of {told['model']} on `{told['lab']}` "
-            f"| {told['rank_correlation']:.3f} | {_met(told['rank_correlation'] >= GOAL_RANK and told['enough'])} |"
-        )
-
-
-def lab_table(lab: str, cells: Sequence[Cell], about: str) -> Iterator[str]:
-    yield f"\n### `{lab}`: {about}\n"
-    yield "Milliseconds a step, medians over rounds. In brackets, how many times as fast as DP-EV.\n"
-    ran = {name for cell in cells for name, one in cell.row["contestants"].items() if "measured_s" in one}
-    names = [name for name in (*BASELINES, "alone", HAP, OURS) if name in ran]
-    yield "| model | " + " | ".join(NAMES[name] for name in names) + " | over the best baseline |"
-    yield "|---" * (len(names) + 2) + "|"
-    for cell in cells:
-        figures = []
-        for name in names:
-            wrong = "measured_s" in cell.row["contestants"].get(name, {}) and name not in cell.counted
-            told = "trains otherwise" if wrong else f"{_ms(cell.seconds(name))} ({_times(cell.faster(name))})"
-            bold = "**" if name in (OURS, cell.best_baseline) else ""
-            figures.append(f"{bold}{told}{bold}")
-        yield f"| {cell.model} | " + " | ".join(figures) + f" | {_times(cell.margin)} |"
-    absent = {
-        name: _first_line(one["unavailable"])
-        for cell in cells
-        for name, one in cell.row["contestants"].items()
-        if "unavailable" in one
-    }
-    if absent:
-        yield "\nNot there: " + "; ".join(f"{NAMES.get(n, n)} (`{why[:160]}`)" for n, why in absent.items()) + "."
-
-
-def plans_table(cells: Sequence[Cell]) -> Iterator[str]:
-    yield "\n## What the plans are\n"
-    yield "| lab | model | devices | work shares | predicted | measured | error | where a predicted step goes |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for cell in cells:
-        if OURS not in cell.counted:
-            continue
-        one = cell.counted[OURS]
-        shares = " ".join(f"{share:.0%}" for share in one["shares"]["work"])
-        parts = ", ".join(
-            f"{name} {seconds / one['predicted_s']:.0%}"
-            for name, seconds in one["breakdown"].items()
-            if name != "hidden" and seconds > 0.005 * one["predicted_s"]
-        )
-        yield (
-            f"| {cell.lab} | {cell.model} | {len(one['devices'])} of {len(cell.row['devices'])} | {shares} "
-            f"| {_ms(one['predicted_s'])} ms | {_ms(one['measured_s'])} ms | {one['error']:+.1%} | {parts} |"
-        )
-
-
-def errors_table(cells: Sequence[Cell]) -> Iterator[str]:
-    yield "\n## Predicted against measured\n"
-    yield "![predicted against measured](figures/predicted.svg)\n"
-    yield "| of | steps | mean error | worst error |\n|---|---|---|---|"
-    groups: dict[str, Callable[[str], bool]] = {
-        "our plans": lambda name: name == OURS,
-        "HAP and plans without an addition": lambda name: name == HAP or name.startswith("no-"),
-        "DDP, equal shares": lambda name: name == "dp-ev",
-        "DDP, shares by speed": lambda name: name == "dp-cp",
-        "FSDP2 and ZeRO-3, as the planner sees them": lambda name: name in ("fsdp2", "deepspeed-3"),
-        "one device": lambda name: name == "alone",
-    }
-    for about, of in groups.items():
-        found = errors(one for cell in cells for name, one in cell.counted.items() if of(name))
-        if found["count"]:
-            yield f"| {about} | {found['count']} | {found['mean']:.1%} | {found['worst']:.1%} |"
-
-
-def ablation_table(cells: Sequence[Cell]) -> Iterator[str]:
-    rows = _without(cells)
-    if not rows:
-        return
-    yield "\n## What each addition brings\n"
-    yield "![a step without each addition](figures/ablation.svg)\n"
-    yield (
-        "A step of the plan that is found without it, over a step of ours, both measured in the same rounds; 1 where "
-        "the same plan is found. HAP is without all of them (`lopsided/ablation.py` says what each means).\n"
-    )
-    yield "| without | geometric mean | most | least |\n|---|---|---|---|"
-    for name, found in rows.items():
-        (most, high), (least, low) = max(found, key=lambda f: f[1]), min(found, key=lambda f: f[1])
-        yield (
-            f"| {name} | {_times(_mean(v for _, v in found))} | {_times(high)} ({most.model}, {most.lab}) "
-            f"| {_times(low)} ({least.model}, {least.lab}) |"
-        )
-
-
-def _first_line(words: str) -> str:
-    return next(iter(words.splitlines()), "")
-
-
-def missed(cells: Sequence[Cell]) -> Iterator[str]:
-    """Where the goal is not reached, with the timeline of that case."""
-    short = [cell for cell in cells if not cell.reached and OURS in cell.counted]
-    gone = [cell for cell in cells if OURS not in cell.counted]
-    yield "\n## Where the goal is not reached\n"
-    if not short and not gone:
-        yield "Nowhere of what was measured."
-    for cell in gone:
-        own = cell.row["contestants"].get(OURS, {})
-        why = _first_line(own.get("unavailable", "its losses differ"))
-        yield f"**{cell.model} on `{cell.lab}`**: no step counts: {why}.\n"
-    yield from (f"- `{lab}`: {why}" for lab, why in WHY.items() if any(cell.lab == lab for cell in (*short, *gone)))
-    if short:
-        yield ""
-    for cell in short:
-        own, best = cell.counted[OURS], cell.counted.get(cell.best_baseline)
-        against = f"{NAMES[cell.best_baseline]} takes {_ms(best['measured_s'])} ms" if best else "no baseline ran"
-        believed = ""
-        if best and "predicted_s" in best:
-            believed = f", and was predicted to take {_ms(best['predicted_s'])} ms"
-        yield (
-            f"**{cell.model} on `{cell.lab}`**: {_times(cell.margin)} of the best baseline. Ours takes "
-            f"{_ms(own['measured_s'])} ms (predicted {_ms(own['predicted_s'])} ms), {against}{believed}.\n\n"
-            f"![{cell.model} on {cell.lab}](figures/timeline-{cell.lab}-{cell.model}.svg)\n"
-        )
-
-
-def sizes_table(cells: Sequence[Cell]) -> Iterator[str]:
-    yield "\n## Sizes\n"
-    yield "| model | where | parameters | as built | autocast |\n|---|---|---|---|---|"
-    seen: dict[tuple[str, str], list[str]] = {}
-    rows: dict[tuple[str, str], Row] = {}
-    for cell in cells:
-        key = (cell.model, cell.row["spec"])
-        seen.setdefault(key, []).append(cell.lab)
-        rows[key] = cell.row
-    for (model, spec), labs in seen.items():
-        row = rows[model, spec]
-        yield f"| {model} | {', '.join(labs)} | {row['parameters']:,} | `{spec}` | {row['autocast'] or 'none'} |"
-
-
-def page(
-    cells: Sequence[Cell],
-    zoo: Sequence[Cell],
-    ablated: Sequence[Cell],
-    programs: Sequence[Row],
-    about: Mapping[str, Row],
-) -> str:
-    """`zoo` are models of which only predictions are looked at."""
-    lines = [NOTE, "# The proof\n"]
-    lines.append(
-        "Each model is profiled in the lab (`benchmarks/lab.py`), planned from that, and trained by everyone in the "
-        "same processes, in rounds whose order is shuffled anew. All train with AdamW on the same global batch; losses "
-        "are compared step by step, and who trains something else does not count. `make proof` measures, "
-        "`make figures` writes this page.\n"
-    )
-    if not cells:
-        return "\n".join([*lines, "Nothing was measured yet.", ""])
-    lines += ["![speed-up over data parallelism](figures/speedup.svg)\n", *goals(cells, zoo, programs)]
-    lines.append("\n## Steps\n")
-    for lab in LABS:
-        if own := [cell for cell in cells if cell.lab == lab]:
-            lines += lab_table(lab, own, about[lab]["what"])
-    lines += [*missed(cells), *plans_table([*cells, *zoo]), *ablation_table(ablated), *errors_table([*cells, *zoo])]
-    for told in programs:
-        found = told["errors"]
-        lines.append(
-            f"\n{told['programs']} programs of {told['model']} on `{told['lab']}`: rank correlation "
-            f"{told['rank_correlation']:.3f}, mean error {found['mean']:.1%}, worst {found['worst']:.1%}."
-        )
-    lines += sizes_table([*cells, *zoo])
-    lines += [f"\nNote on `{lab}`: {note}." for lab, told in about.items() for note in told.get("notes", ())]
-    lines.append("\n## How\n\n| lab | command | commit | torch | machine | rounds |\n|---|---|---|---|---|---|")
-    for lab, told in about.items():
-        made = told["about"]
-        lines.append(
-            f"| {lab} | `{made['command']}` | {_commits(told)} | {made['torch']} | {made['machine']} "
-            f"| {told['pace']['rounds']} of {told['pace']['steps']} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _commits(told: Row) -> str:
-    """Of what was measured; with the models, where not all were measured at one."""
-    models: dict[str, list[str]] = {}
-    for model, row in told["models"].items():
-        models.setdefault(row.get("by", told["about"])["commit"], []).append(model)
-    if len(models) == 1:
-        return next(iter(models))
-    return ", ".join(f"{commit} ({', '.join(names)})" for commit, names in models.items())
+# Writing
 
 
 def write(results: Path = RESULTS, docs: Path = DOCS) -> list[Path]:
@@ -635,7 +299,7 @@ def write(results: Path = RESULTS, docs: Path = DOCS) -> list[Path]:
         old.unlink()
     for name, picture in pictures.items():
         (folder / f"{name}.svg").write_text(picture)
-    (docs / "proof.md").write_text(page(cells, zoo, ablated, programs, about))
+    (docs / "proof.md").write_text(proof_page(cells, zoo, ablated, programs, about))
     return [docs / "proof.md", *(folder / f"{name}.svg" for name in pictures)]
 
 

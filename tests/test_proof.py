@@ -23,6 +23,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import accuracy  # noqa: E402
+import cells  # noqa: E402
 import contestants  # noqa: E402
 import figures  # noqa: E402
 import proof  # noqa: E402
@@ -331,7 +332,7 @@ def test_without_results_the_page_says_so(tmp_path: Path) -> None:
 
 
 def test_cells_compare_round_by_round() -> None:
-    cell = figures.Cell("lab-cpu", "gpt2", model_row(0.8, 1.2, 1.1))
+    cell = cells.Cell("lab-cpu", "gpt2", model_row(0.8, 1.2, 1.1))
     assert cell.best_baseline == "dp-cp", "what trains otherwise does not count"
     assert cell.faster(proof.OURS) == pytest.approx(2.5)
     assert cell.margin == pytest.approx(1.5)
