@@ -25,7 +25,8 @@ import record
 import torch
 from contestants import Subject
 from lab import SPECS, build
-from proof import ON_CPU, OURS, QUICK, SUBJECTS, Pace, race_in, said
+from proof import ON_CPU, OURS, QUICK, SUBJECTS, race_in, said
+from race import Pace
 from scipy.stats import spearmanr
 
 from lopsided.ablation import ADDITIONS, HAP

@@ -8,11 +8,9 @@ python benchmarks/proof.py --lab lab-cpu --quick               small and short, 
 In: the name of a lab (`benchmarks/lab.py`). Out: benchmarks/results/proof-LAB.json, a row per model (with `--ablate`:
 ablation-LAB.json, in which plans alone compete, and plain data parallelism). For every model:
 
-    profile   in the lab, at the lab's speeds: `take_measurement`, all hosts at once
+    profile   in the lab, at the lab's speeds (`race.py`)
     plan      outside of it, at full speed: Lopsided, HAP (every addition left out), and what `--ablate` asks for
-    race      in the lab: all contestants are set up in the same processes, at full speed; then hosts get their shares,
-              everyone warms up, and rounds follow in which each trains some steps, in an order shuffled anew. A step
-              takes as long as its slowest rank
+    race      in the lab, all contestants in the same processes (`race.py`). A step takes as long as its slowest rank
 
 Losses are compared step by step: a contestant that does not train the same model is marked, and its times do not count.
 """
@@ -20,28 +18,24 @@ Losses are compared step by step: a contestant that does not train the same mode
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import multiprocessing
-import os
-import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import record
 import torch
-import torch.distributed as dist
-from contestants import Contestant, Entry, Subject, enter
-from lab import SPECS, Lab, build, start_line
+from contestants import Entry, Subject
+from lab import SPECS, Lab, build
+from race import SCRIPT, Pace, Race
 
 from lopsided.ablation import ADDITIONS, HAP, additions_named
 from lopsided.candidates import speed_dtype
@@ -53,8 +47,6 @@ from lopsided.plan import Plan
 from lopsided.planfile import save_plan
 from lopsided.planner import plan_graph
 from lopsided.rules import derive_rules
-from lopsided.runtime.measure import take_measurement
-from lopsided.runtime.world import begin
 from lopsided.timeline import NETWORK, Timeline, run
 
 OURS = "lopsided"
@@ -127,191 +119,6 @@ SUBJECTS = {"lab-gpu": ON_GPU, "lab-gpu-2": ON_GPU_2}
 SAME_AT_FIRST, SAME_LATER = 1e-4, 1e-2
 SAME_UNDER_AUTOCAST = 2e-2
 """How far losses may differ, as a part: sums are ordered otherwise, and AdamW makes much of small gradients."""
-COMPARED = 4
-"""So many losses of each contestant are compared and kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How much is done for a model."""
-
-    measure_s: float
-    warm_up: int
-    rounds: int
-    steps: int
-    most_s: float  # after which no round begins
-
-
-@dataclass(frozen=True, slots=True)
-class Race:
-    """What the ranks are told."""
-
-    subject: Subject
-    entries: tuple[Entry, ...]
-    pace: Pace
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-
-def read_race(path: Path) -> Race:
-    told = json.loads(path.read_text())
-    entries = tuple(Entry(**{**entry, "rows": tuple(entry["rows"])}) for entry in told["entries"])
-    return Race(Subject(**told["subject"]), entries, Pace(**told["pace"]))
-
-
-def read_subjects(folder: Path) -> list[Subject]:
-    return [Subject(**told) for told in json.loads((folder / "subjects.json").read_text())]
-
-
-# In the lab: one process a host
-
-
-def profile_rank(folder: Path, budget_s: float) -> None:
-    """Measure for each model, and have rank 0 write it down."""
-    device = begin()
-    torch.set_num_threads(1)
-    for subject in read_subjects(folder):
-        with subject.casting(device):
-            graph = capture(*subject.built(device))
-        start_line(dist.get_rank())
-        found = take_measurement(graph, device, optimizers=("adamw",), budget_s=budget_s)
-        if dist.get_rank() == 0:
-            told = {
-                "toml": found.cluster.text(),
-                "op_error": found.op_error,
-                "link_error": found.link_error,
-                "rehearsed": found.rehearsed,
-                "seconds": found.seconds,
-            }
-            (folder / f"{subject.name}-cluster.json").write_text(json.dumps(told))
-        _tidy(device)
-    _leave()
-
-
-def race_ranks(folder: Path) -> None:
-    """One model after the other."""
-    device = begin()
-    torch.set_num_threads(1)
-    for subject in read_subjects(folder):
-        _race_rank(read_race(folder / f"{subject.name}-race.json"), folder, device)
-        _tidy(device)
-    _leave()
-
-
-def _tidy(device: torch.device) -> None:
-    gc.enable()
-    gc.unfreeze()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _race_rank(task: Race, folder: Path, device: torch.device) -> None:
-    """Set everyone up, warm up, run rounds; every rank writes what it saw."""
-    began = time.perf_counter()
-    rank, pace = dist.get_rank(), task.pace
-    entered: dict[str, Contestant] = {}
-    unavailable: dict[str, str] = {}
-    for entry in task.entries:
-        made = enter(task.subject, entry, device)
-        if isinstance(made, str):
-            unavailable[entry.name] = made
-        else:
-            entered[entry.name] = made
-    start_line(rank)
-    ready = time.perf_counter()
-    losses: dict[str, list[float]] = {name: [] for name in entered}
-    seconds: dict[str, list[float]] = {name: [] for name in entered}
-    waited: dict[str, list[float]] = {name: [] for name in entered}
-    for name in list(entered):
-        trouble = _steps(name, entered[name], pace.warm_up, device, losses[name])[2]
-        if trouble:
-            unavailable[name] = trouble
-            del entered[name]
-    warm = time.perf_counter()
-    shuffle = random.Random(0)  # the same on all ranks
-    gc.collect()
-    gc.freeze()  # what there is now stays, and need not be looked at again and again
-    gc.disable()  # or one contestant pays for another's garbage
-    until = time.perf_counter() + pace.most_s
-    for _ in range(pace.rounds):
-        if not _everyone(time.perf_counter() < until):
-            break
-        for name in shuffle.sample(list(entered), len(entered)):
-            taken, stood, trouble = _steps(name, entered[name], pace.steps, device, losses[name])
-            if trouble:
-                unavailable[name] = trouble
-                del entered[name]
-                continue
-            seconds[name].append(taken)
-            waited[name].append(stood)
-    told = {
-        "seconds": seconds,
-        "waited": waited,
-        "losses": {name: found[:COMPARED] for name, found in losses.items()},
-        "unavailable": unavailable,
-        "active": [name for name, one in entered.items() if one.active],
-        "most_bytes": _most_bytes(device),
-        "took_s": {"set up": ready - began, "warm up": warm - ready, "rounds": time.perf_counter() - warm},
-    }
-    (folder / f"{task.subject.name}-rank-{rank}.json").write_text(json.dumps(told))
-
-
-def _steps(
-    name: str, contestant: Contestant, steps: int, device: torch.device, losses: list[float]
-) -> tuple[float, float, str]:
-    """Seconds a step, seconds of it that this rank stood, and what went wrong. Adds the global losses."""
-    gc.collect()
-    dist.barrier()
-    told: list[torch.Tensor] = []
-    trouble = ""
-    before_s = 0.0 if not contestant.active else contestant.waited_s
-    started = time.perf_counter()
-    try:
-        for _ in range(steps):
-            told.append(contestant.step())
-    except Exception as error:
-        trouble = f"{name}: {type(error).__name__}: {error}"
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    taken = (time.perf_counter() - started) / max(steps, 1)
-    stood = (contestant.waited_s - before_s) / max(steps, 1) if contestant.active else 0.0
-    heard: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(heard, trouble)
-    if any(heard):
-        return taken, stood, next(one for one in heard if one)
-    # Added up when nobody's clock is running.
-    total = torch.stack([one.float().cpu() for one in told]) if told else torch.zeros(steps)
-    dist.all_reduce(total)
-    losses += total.tolist()
-    return taken, stood, ""
-
-
-def _everyone(yes: bool) -> bool:
-    told = torch.tensor(int(yes))
-    dist.all_reduce(told, dist.ReduceOp.MIN)
-    return bool(told)
-
-
-def _most_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
-
-
-def _leave() -> None:
-    dist.barrier()
-    # What some contestants leave behind does not survive an orderly end of the interpreter.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-# Outside of it
-
 
 Made = Callable[[Cluster, torch.device], Iterable[tuple[str, Plan]]]
 """Plans by name for a measured cluster; one of them is ours."""
@@ -333,9 +140,8 @@ def races_in(
     device = torch.device("cuda:0" if lab.spec.kind == "gpu" else "cpu")
     with tempfile.TemporaryDirectory(prefix="proof-") as name:
         folder = Path(name)
-        here = str(Path(__file__).resolve())
         (folder / "subjects.json").write_text(json.dumps([asdict(subject) for subject, _ in subjects]))
-        trouble = _in_the_lab(lab, [here, "--inside", "profile", str(folder), "--measure", str(pace.measure_s)], pace)
+        trouble = _in_the_lab(lab, [str(SCRIPT), "profile", str(folder), "--measure", str(pace.measure_s)], pace)
         subjects = [(one, make) for one, make in subjects if (folder / f"{one.name}-cluster.json").is_file()]
         (folder / "subjects.json").write_text(json.dumps([asdict(subject) for subject, _ in subjects]))
         profiled = time.perf_counter()
@@ -347,7 +153,7 @@ def races_in(
             (folder / f"{subject.name}-race.json").write_text(Race(subject, entries, pace).text())
             ready[subject.name] = cluster, plans, entries, planning_s
         planned = time.perf_counter()
-        trouble += _in_the_lab(lab, [here, "--inside", "race", str(folder)], pace) if subjects else ""
+        trouble += _in_the_lab(lab, [str(SCRIPT), "race", str(folder)], pace) if subjects else ""
         ended = time.perf_counter()
         for subject, _ in subjects:
             cluster, plans, entries, planning_s = ready[subject.name]
@@ -600,15 +406,7 @@ def main() -> None:
     parser.add_argument("--most", type=float, default=60.0, metavar="SECONDS", help="after which no round begins")
     parser.add_argument("--quick", action="store_true", help="two tiny models, two rounds, nothing written")
     parser.add_argument("-o", "--output", default="", help="another file in benchmarks/results")
-    parser.add_argument("--inside", nargs=2, metavar=("WHAT", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.inside:
-        what, folder = options.inside[0], Path(options.inside[1])
-        if what == "profile":
-            profile_rank(folder, options.measure)
-        else:
-            race_ranks(folder)
-        return
     spec = SPECS[options.lab]
     listed = QUICK if options.quick else REST if options.zoo else SUBJECTS.get(spec.name, ON_CPU)
     wanted = options.models.split(",") if options.models else [subject.name for subject in listed]

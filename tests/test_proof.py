@@ -27,6 +27,7 @@ import cells  # noqa: E402
 import contestants  # noqa: E402
 import figures  # noqa: E402
 import proof  # noqa: E402
+import race  # noqa: E402
 
 MEAN = contestants.Subject("gpt2", "gpt2:layers=2,width=32,heads=2,seq=8,vocab=64,dropout=0,batch=8")
 SUM = contestants.Subject("bert", "bert:layers=2,width=32,heads=2,seq=8,vocab=64,dropout=0,batch=8", sums=True)
@@ -149,17 +150,16 @@ def test_losses_are_the_same_up_to_rounding_and_no_further() -> None:
 
 
 def test_a_race_is_told_whole(tmp_path: Path) -> None:
-    race = proof.Race(
-        SUM, (proof.Entry("dp-cp", "ddp", (6, 2)), proof.Entry("x", "plan", plan="x.json")), proof.Pace(1, 2, 3, 4, 5)
-    )
-    (tmp_path / "race.json").write_text(race.text())
-    assert proof.read_race(tmp_path / "race.json") == race
+    entries = (contestants.Entry("dp-cp", "ddp", (6, 2)), contestants.Entry("x", "plan", plan="x.json"))
+    told = race.Race(SUM, entries, race.Pace(1, 2, 3, 4, 5))
+    (tmp_path / "race.json").write_text(told.text())
+    assert race.read_race(tmp_path / "race.json") == told
 
 
 def test_what_ranks_saw_becomes_a_row() -> None:
     plans = dict(proof.plans_for(MEAN, (HAP,), ("sfb",), two_hosts(), torch.device("cpu")))
-    entries = [proof.Entry("dp-ev", "ddp", (4, 4)), proof.Entry("wrong", "ddp", (4, 4))]
-    entries += [proof.Entry("deepspeed-1", "deepspeed", (4, 4)), proof.Entry(proof.OURS, "plan")]
+    entries = [contestants.Entry("dp-ev", "ddp", (4, 4)), contestants.Entry("wrong", "ddp", (4, 4))]
+    entries += [contestants.Entry("deepspeed-1", "deepspeed", (4, 4)), contestants.Entry(proof.OURS, "plan")]
     losses = {"dp-ev": [5.0, 4.0], "wrong": [5.0, 3.0], proof.OURS: [5.0, 4.0]}
 
     def rank(slow: float) -> dict[str, Any]:
