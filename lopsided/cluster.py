@@ -37,6 +37,14 @@ fast as the others:
     latency_s = 1e-3
     bytes_per_s = 2.5e7
 
+Collectives are measured among all devices. For fewer they are scaled by a model, and where some devices are slow to
+send, that makes those without them look slower than they are; so a measured cluster says of some parts how far the
+model is off there, and what lies within such a part is scaled alike:
+
+    [[links.among]]
+    devices = ["big-1/a100-1", "big-2/a100-1"]
+    factor = 0.7                                   # seconds of an all_reduce among them, over what the model says
+
 A device is described as it is when all n devices of its node work. With a `crowding` of c, what then takes t seconds
 takes t / c alone, and t / c · (1 + (c − 1) · (m − 1) / (n − 1)) when m of them work (`Kind.with_fewer`): so it is in a
 smaller cluster, which has that last factor for its crowding.
@@ -77,6 +85,7 @@ from lopsided.devices import Measured as Measured
 from lopsided.errors import ClusterError
 
 LEAST_STRETCH, MOST_STRETCH = 0.1, 100.0
+FACTORS_AMONG = (0.01, 100.0)
 MOST_BYTES_OF_A_FILE = 16 * 2**20
 PRESETS = Path(__file__).parent / "clusters"
 # What can be measured of each collective. Others are put together from these (see collectives.py).
@@ -110,6 +119,8 @@ class Cluster:
     `pairs` are links between two nodes that are unlike `between`. `stretch` is how many times as long a transfer takes
     when devices compute beside it; less than once, where one begins while another is under way. `packing` is how many
     times as long as reading and writing it once it takes to put together what is sent, and to put it in its place.
+    `among` has parts of the cluster, by their devices' names, and how many times as long as modelled collectives take
+    there.
     """
 
     name: str
@@ -121,6 +132,7 @@ class Cluster:
     pairs: tuple[tuple[str, str, Link], ...] = ()
     stretch: float = 1.0
     packing: float = 1.0
+    among: tuple[tuple[tuple[str, ...], float], ...] = ()
 
     def __post_init__(self) -> None:
         where = f"cluster {shown(self.name)}"
@@ -158,6 +170,7 @@ class Cluster:
         self._check_pairs(where)
         check_between(self.stretch, LEAST_STRETCH, MOST_STRETCH, "stretch", where)
         check_between(self.packing, 1, 1e6, "packing", where)
+        self._check_among(where)
         # One order, so that equal clusters are equal however they were written.
         object.__setattr__(self, "collectives", tuple(sorted(self.collectives, key=lambda entry: entry[:2])))
 
@@ -179,6 +192,19 @@ class Cluster:
             )
         if len({frozenset(pair[:2]) for pair in self.pairs}) < len(self.pairs):
             raise ClusterError("a link between two nodes is given twice", where=where, do="keep one of them")
+
+    def _check_among(self, where: str) -> None:
+        known = {*self.device_names} if self.among else set()
+        for names, factor in self.among:
+            if not 1 < len({*names}) == len(names) < self.devices or not {*names} <= known:
+                raise ClusterError(
+                    f"{', '.join(map(shown, names[:8]))} are no part of the cluster",
+                    where=where,
+                    do=f"name two or more, not all, of {', '.join(map(shown, self.device_names[:8]))}",
+                )
+            check_between(factor, *FACTORS_AMONG, "factor", where)
+        if len({frozenset(names) for names, _ in self.among}) < len(self.among):
+            raise ClusterError("a part of the cluster is given twice", where=where, do="keep one of them")
 
     # Devices and nodes
 
@@ -261,8 +287,11 @@ class Cluster:
             place = {name: k for k, name in enumerate(self.node_names)}
             pairs = sorted([*sorted([place[a], place[b]]), x.latency_s, x.bytes_per_s] for a, b, x in self.pairs)
             facts += [pairs, self.stretch, [x.skew for _, _, x in self.collectives]]
-        if self.packing != 1:
+        if self.packing != 1 or self.among:
             facts.append(self.packing)
+        if self.among:
+            index = {name: k for k, name in enumerate(self.device_names)}
+            facts.append(sorted([sorted(index[name] for name in names), factor] for names, factor in self.among))
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     # Smaller clusters
@@ -335,13 +364,22 @@ class Cluster:
         # What was measured between nodes says nothing about the inside of one.
         if left.nodes == 1 < self.nodes:
             return left
-        return replace(left, collectives=tuple(self._for_fewer(left, *entry) for entry in self.collectives))
+        there = {*left.device_names} if self.among else set()
+        inside = [(len(names), factor) for names, factor in self.among if there <= {*names}]
+        _, factor = min(inside, default=(0, 1.0))
+        parts = [
+            (names, min(max(f / factor, FACTORS_AMONG[0]), FACTORS_AMONG[1]))
+            for names, f in self.among
+            if {*names} < there
+        ]
+        collectives = tuple(self._for_fewer(left, factor, *entry) for entry in self.collectives)
+        return replace(left, collectives=collectives, among=tuple(parts))
 
-    def _for_fewer(self, left: Cluster, collective: str, way: str, link: Link) -> tuple[str, str, Link]:
+    def _for_fewer(self, left: Cluster, factor: float, collective: str, way: str, link: Link) -> tuple[str, str, Link]:
         """A measured collective among the devices that are left.
 
         A ring of n passes (n − 1) / n of the bytes over its slowest link in n − 1 hops, and so, all links alike, do
-        messages to everyone; an all_to_all passes an n-th of that.
+        messages to everyone; an all_to_all passes an n-th of that. All of it so many times as long.
         """
         was, now = self.devices, left.devices
         if now == 1:
@@ -349,8 +387,8 @@ class Cluster:
         hops = (now - 1) / (was - 1)
         amount = hops * was / now * (was / now if collective == "all_to_all" else 1.0)
         old, new = self.slowest, left.slowest
-        latency_s = link.latency_s * hops * (new.latency_s / old.latency_s if old.latency_s else 1.0)
-        bytes_per_s = min(max(link.bytes_per_s / amount * new.bytes_per_s / old.bytes_per_s, 1.0), 1e18)
+        latency_s = factor * link.latency_s * hops * (new.latency_s / old.latency_s if old.latency_s else 1.0)
+        bytes_per_s = min(max(link.bytes_per_s / amount * new.bytes_per_s / old.bytes_per_s / factor, 1.0), 1e18)
         return collective, way, Link(latency_s, bytes_per_s, link.skew)
 
     # Links
@@ -391,6 +429,9 @@ class Cluster:
             lines += ["", f"[links.{name}]", *link_items(link)]
         for one, other, link in self.pairs:
             lines += ["", "[[links.pair]]", f"nodes = [{quoted(one)}, {quoted(other)}]", *link_items(link)]
+        for members, factor in self.among:
+            lines += ["", "[[links.among]]", f"devices = [{', '.join(map(quoted, members))}]"]
+            lines.append(f"factor = {float(factor)!r}")
         last = ""
         for collective, implementation, link in self.collectives:
             if collective != last:
@@ -578,6 +619,19 @@ def _read_pairs(root: _Table) -> tuple[tuple[str, str, Link], ...]:
     return tuple(pairs)
 
 
+def _read_among(root: _Table) -> tuple[tuple[tuple[str, ...], float], ...]:
+    if "links" not in root.items:
+        return ()
+    parts = []
+    for table in root.table("links", "{}").tables("among", "[[links.among]] tables"):
+        table.allow("devices", "factor")
+        names = table.need("devices", '["box/v100-1", "box/v100-2"]')
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise table.wrong("devices", names, '["box/v100-1", "box/v100-2"]')
+        parts.append((tuple(names), table.number("factor", "0.7")))
+    return tuple(parts)
+
+
 def _read_links(root: _Table, kinds: Sequence[Kind]) -> tuple[Link, Link]:
     """The links within and between nodes. A cluster that does not use one of them need not give it."""
     example = "{ latency_s = 1e-5, bytes_per_s = 12.5e9 }"
@@ -585,8 +639,8 @@ def _read_links(root: _Table, kinds: Sequence[Kind]) -> tuple[Link, Link]:
     if one_device and "links" not in root.items:
         return Link(0.0, 1e18), Link(0.0, 1e18)
     table = root.table("links", f"{{ within = {example}, between = {example} }}")
-    table.allow("within", "between", "pair")
-    given = {key: _read_link(table.table(key, example)) for key in table.items if key != "pair"}
+    table.allow("within", "between", "pair", "among")
+    given = {key: _read_link(table.table(key, example)) for key in table.items if key in ("within", "between")}
     one_node = len({kind.node for kind in kinds}) == 1 and kinds[0].nodes == 1
     lone = len({kind.node for kind in kinds}) == len(kinds) and all(kind.count == 1 for kind in kinds)
     if "within" not in given and not lone:
@@ -629,10 +683,10 @@ def parse_cluster(text: str, where: str = "cluster") -> Cluster:
     if not kinds:
         raise root.refuse("the cluster has no devices", "add a [[devices]] table")
     within, between = _read_links(root, kinds)
-    collectives, pairs = _read_collectives(root), _read_pairs(root)
+    collectives, pairs, among = _read_collectives(root), _read_pairs(root), _read_among(root)
     stretch, packing = root.number("stretch", "1.5", 1.0), root.number("packing", "3.0", 1.0)
     with root.located():
-        return Cluster(name, about, kinds, within, between, collectives, pairs, stretch, packing)
+        return Cluster(name, about, kinds, within, between, collectives, pairs, stretch, packing, among)
 
 
 def preset_names() -> tuple[str, ...]:

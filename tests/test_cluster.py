@@ -600,6 +600,76 @@ def test_fingerprints_of_clusters_without_crowding_stay() -> None:
     assert cluster(measured, kind("t4")).fingerprint == "1bd3e0c86b80820d"
 
 
+# Among some of the devices
+
+
+def known_among(*among: tuple[tuple[str, ...], float]) -> Cluster:
+    """Four boxes, all ways measured alike."""
+    measured = tuple((collective, way, Link(1e-3, 1e8)) for collective, ways in MEASURABLE.items() for way in ways)
+    kinds = tuple(kind(node=node) for node in "abcd")
+    return Cluster("c", "", kinds, Link(1e-5, 1e10), Link(1e-4, 1e8), measured, among=among)
+
+
+A_B, A_B_C = ("a/v100-1", "b/v100-1"), ("a/v100-1", "b/v100-1", "c/v100-1")
+
+
+def test_collectives_among_some_take_what_was_measured_there() -> None:
+    plain, one = known_among(), known_among((A_B_C, 0.5), (A_B, 0.25))
+    assert parse_cluster(one.text()) == one
+    assert one.only(range(4)) == one
+    for part, factor in ((one.only([0, 1, 2]), 0.5), (one.only([0, 1]), 0.25), (one.without_node("d"), 0.5)):
+        other = plain.only(k for k in range(4) if "abcd"[k] in part.node_names)
+        assert len(part.collectives) == len(plain.collectives)
+        for (*_, link), (*_, was) in zip(part.collectives, other.collectives, strict=True):
+            assert link.latency_s == pytest.approx(factor * was.latency_s)
+            assert link.bytes_per_s == pytest.approx(was.bytes_per_s / factor)
+    # Nobody asked them, but they are among those who were asked; of these it is not known.
+    assert one.only([1, 2]).collectives[0][2].latency_s == pytest.approx(
+        0.5 * plain.only([1, 2]).collectives[0][2].latency_s
+    )
+    assert one.only([0, 3]).collectives == plain.only([0, 3]).collectives
+
+
+def test_a_part_of_a_part_is_the_same_part() -> None:
+    one = known_among((A_B_C, 0.5), (A_B, 0.25))
+    assert one.only([0, 1, 2]).among == ((A_B, 0.5),)
+    at_once, by_and_by = one.only([0, 1]), one.only([0, 1, 2]).only([0, 1])
+    for (*_, link), (*_, other) in zip(at_once.collectives, by_and_by.collectives, strict=True):
+        assert link.latency_s == pytest.approx(other.latency_s)
+        assert link.bytes_per_s == pytest.approx(other.bytes_per_s)
+    assert at_once.among == by_and_by.among == ()
+
+
+def test_what_some_devices_are_known_for_is_part_of_the_fingerprint() -> None:
+    prints = [known_among(*among).fingerprint for among in ((), ((A_B, 0.5),), ((A_B, 0.25),), ((A_B_C, 0.5),))]
+    assert len({*prints}) == 4
+
+
+@pytest.mark.parametrize(
+    ("among", "said"),
+    [
+        (((A_B, 0.001),), "factor"),
+        (((A_B, 0.5), (A_B[::-1], 0.6)), "given twice"),
+        ((((*A_B, "e/v100-1"), 0.5),), "no part of the cluster"),
+        (((A_B[:1], 0.5),), "no part of the cluster"),
+        (((A_B + A_B[:1], 0.5),), "no part of the cluster"),
+        ((((*A_B_C, "d/v100-1"), 0.5),), "no part of the cluster"),
+        ((((), 0.5),), "no part of the cluster"),
+    ],
+)
+def test_a_part_must_be_one(among: tuple[tuple[tuple[str, ...], float], ...], said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        known_among(*among)
+
+
+@pytest.mark.parametrize("devices", ["1", '"a/v100-1"', "[1, 2]", '["a/v100-1", "x/v100-1"]'])
+def test_a_part_from_a_stranger_is_refused(devices: str) -> None:
+    text = known_among((A_B, 0.5)).text()
+    assert 'devices = ["a/v100-1", "b/v100-1"]' in text
+    with pytest.raises(ClusterError):
+        parse_cluster(text.replace('["a/v100-1", "b/v100-1"]', devices))
+
+
 def test_fewer_devices_of_a_node_are_faster() -> None:
     """c = 1.6, n = 4: alone 1 / 1.6 of the seconds, with m at work (1 + 0.6 (m - 1) / 3) / 1.6."""
     one = cluster(crowded("a"), crowded("b", crowding=2.0, count=2), crowded("c"))
@@ -656,5 +726,8 @@ def test_devices_are_the_same_whoever_works_beside_them(one: Cluster, data: st.D
     for number, part in zip(sorted(wanted), one.only(wanted).kinds, strict=True):
         assert part.is_same_alone(one.kinds[number])
         assert one.kinds[number].is_same_alone(part)
-        assert not replace(part, memory_bytes=part.memory_bytes + 1).is_same_alone(one.kinds[number])
-        assert not replace(part, launch_s=part.launch_s / 2 + 1).is_same_alone(one.kinds[number])
+        memory, launch_s = part.memory_bytes, part.launch_s
+        other = replace(part, memory_bytes=2 * memory if memory < 2**40 else memory // 2)
+        slower = replace(part, launch_s=launch_s / 2 if launch_s > 1 else launch_s + 1)
+        assert not other.is_same_alone(one.kinds[number])
+        assert not slower.is_same_alone(one.kinds[number])

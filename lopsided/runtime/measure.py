@@ -29,6 +29,7 @@ from lopsided.cost import fitted_line, update_call
 from lopsided.devices import Kind, Link, Points
 from lopsided.errors import InputError
 from lopsided.graph import Graph
+from lopsided.runtime.measure_among import factor_of, parts_to_ask
 from lopsided.runtime.measure_beside import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
 from lopsided.runtime.measure_crowding import measure_crowding, shared_chips
 from lopsided.runtime.measure_kinds import (
@@ -62,10 +63,12 @@ from lopsided.runtime.measure_ops import (
 from lopsided.runtime.measure_overhead import measure_overhead
 from lopsided.runtime.measure_pairs import MOST_NODES, unlike_pairs
 from lopsided.runtime.measure_rehearsal import (
+    Ratio,
     Rehearsal,
     expected,
     packing_of,
     prepared,
+    prepared_alone,
     prepared_hiding,
     ratio_of,
     step_seconds,
@@ -81,6 +84,7 @@ Progress = Callable[[int, int], object]
 _SPEEDS_PART, _OPS_PART, _UPDATES_PART, _LINKS_PART, _BESIDE_PART = 0.06, 0.36, 0.07, 0.28, 0.07  # of the budget
 _PROBE_PART, _OVERHEAD_PART, _REHEARSAL_PART, _AT_MOST = 0.05, 0.01, 0.10, 0.25  # what a rehearsal should take, and may
 _CROWDING_PART, _HIDING_PART = 0.05, 0.35  # beside it: where devices share a chip, and at most, where steps are short
+_AMONG_PART = 0.04  # for each part of the cluster
 _PATIENCE_S = 300.0  # how long a rank waits for another that still measures
 _PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
 _LATE = 2.0  # times its part of the budget that updates may take before the rest is left out
@@ -166,12 +170,12 @@ def take_measurement(
         kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads)
         cluster = Cluster("measured", _about(seats, budget_s, group), kinds, _UNKNOWN, _UNKNOWN)
         rehearsal: Rehearsal | None = None
-        ratios: tuple[float, ...] = ()
+        ratios: tuple[Ratio, ...] = ()
         crowdings: tuple[float, ...] = ()
         if len(graphs) == 1:
             rehearsal = _agreed(council, prepared(graphs[0], cluster, _AT_MOST * budget_s))
             if rehearsal is not None:
-                ratios = _rehearsed(rehearsal, device, council, devices, _REHEARSAL_PART * budget_s)
+                ratios = _rehearsed(rehearsal, device, council, devices, budget_s)
             progress(parts - _link_parts(ranks), parts)
         if ratios:
             devices = replace(devices, found=[_scaled(*one) for one in zip(devices.found, ratios, strict=True)])
@@ -187,8 +191,7 @@ def take_measurement(
             steps = iter(range(parts - _link_parts(ranks) + 1, parts + 1))
             world = _World(_talking(group, seats), council, device, *_sent(graphs), budget_s)
             cluster, fits, drags = _with_links(cluster, world, devices, lambda: progress(next(steps), parts))
-            # A GPU packs at the speed of its memory: nobody would notice.
-            if rehearsal is not None and ratios and not any(seat.gpu for seat in seats):
+            if rehearsal is not None and ratios:
                 cluster = replace(cluster, packing=_packing(rehearsal, cluster, world))
         lines = tuple(_lines(cluster, devices))
         measurement = Measurement(
@@ -202,7 +205,7 @@ def take_measurement(
             cluster.stretch,
             covered(graphs, devices.jobs, seats[0].speeds),
             tuple(_noticed(cluster, devices)),
-            ratios,
+            tuple(ratio.with_share for ratio in ratios),
         )
         # What rank 0 has found is what everyone goes by, to the last digit.
         told, *_ = council.hear((cluster.text(), measurement))
@@ -373,16 +376,24 @@ def _agreed(council: Council, rehearsal: Rehearsal | None) -> Rehearsal | None:
 
 
 def _rehearsed(
-    rehearsal: Rehearsal, device: torch.device, council: Council, devices: _Devices, lasting_s: float
-) -> tuple[float, ...]:
+    rehearsal: Rehearsal, device: torch.device, council: Council, devices: _Devices, budget_s: float
+) -> tuple[Ratio, ...]:
     """What each rank's calls are to be multiplied by to add up to a whole step; none unless all ranks know."""
-    rank, load, watch = _rank(council), Load(device), Stopwatch(device)
-    council.meet(load)
-    taken = step_seconds(rehearsal, rank, device, lasting_s, watch.now)
-    council.meet(load)
-    # By the clock of the calls, and stretched as they are: it is too short to tell what a quota makes of it.
-    ratio = None if taken is None else ratio_of(expected(rehearsal, rank), taken / devices.calm[rank].got)
-    ratios = cast(list[float | None], council.hear(ratio))
+    rank, got = _rank(council), devices.calm[_rank(council)].got
+    seat = rank * rehearsal.smaller
+
+    def ratio(what: Rehearsal | None, seat: int, lasting_s: float) -> float | None:
+        load, watch = Load(device), Stopwatch(device)
+        council.meet(load)
+        taken = None if what is None else step_seconds(what, seat, device, lasting_s, watch.now)
+        council.meet(load)
+        # By the clock of the calls, and stretched as they are: it is too short to tell what a quota makes of it.
+        return None if what is None or taken is None else ratio_of(expected(what, seat), taken / got)
+
+    with_share = ratio(rehearsal, seat, _REHEARSAL_PART * budget_s)
+    with_all = ratio(prepared_alone(rehearsal, seat, _AT_MOST * budget_s), 0, 0.0)
+    mine = None if with_share is None else Ratio(rehearsal.shares.work[seat], with_share, with_all)
+    ratios = cast(list[Ratio | None], council.hear(mine))
     return tuple(one for one in ratios if one is not None) if None not in ratios else ()
 
 
@@ -398,9 +409,9 @@ def _packing(rehearsal: Rehearsal, cluster: Cluster, world: _World) -> float:
     return packing_of(hiding, step_together(hiding, world.talkers(cluster).wire, council, device))
 
 
-def _scaled(found: Found, ratio: float) -> Found:
+def _scaled(found: Found, ratio: Ratio) -> Found:
     """Calls so many times as long; updates are no part of what was rehearsed."""
-    return {key: one if key[0].startswith("update:") else _longer(one, ratio) for key, one in found.items()}
+    return {key: one if key[0].startswith("update:") else _longer(one, ratio.at(key[1])) for key, one in found.items()}
 
 
 def _longer(took: Took, ratio: float) -> Took:
@@ -538,20 +549,19 @@ def _with_links(
     reduce = next(fit.link for fit in fits if fit.collective == "all_reduce")
     beside = _beside(talkers, reduce, _BESIDE_PART * world.budget_s)
     drags = tuple(cast(list[float], world.council.hear(beside.drag)))
-    step()
-    return (
-        replace(
-            cluster,
-            kinds=_dragging(cluster, drags),
-            within=within or link,
-            between=link,
-            collectives=tuple((fit.collective, fit.way, fit.link) for fit in fits),
-            pairs=pairs,
-            stretch=beside.stretch,
-        ),
-        fits,
-        drags,
+    cluster = replace(
+        cluster,
+        kinds=_dragging(cluster, drags),
+        within=within or link,
+        between=link,
+        collectives=tuple((fit.collective, fit.way, fit.link) for fit in fits),
+        pairs=pairs,
+        stretch=beside.stretch,
     )
+    if all_measure:
+        cluster = _with_parts(cluster, world, devices.seats)
+    step()
+    return cluster, fits, drags
 
 
 def _beside(talkers: Talkers, reduce: Link, budget_s: float) -> Beside:
@@ -580,22 +590,44 @@ def _unequal(speeds: Sequence[float]) -> tuple[float, ...]:
 
 def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Link:
     """The link of the slowest host, all hosts talking to themselves at once."""
-    ranks, me = dist.get_process_group_ranks(world.group), dist.get_rank(world.group)
     nodes = node_names(seats)
-    found: Link | None = None
+    here: _World | None = None
     for node in dict.fromkeys(nodes):
-        inside = [ranks[rank] for rank, other in enumerate(nodes) if other == node]
-        if len(inside) == 1:
-            continue
-        group = lasting_group("measuring, talk", inside, _backend(seats), _PATIENCE_S)
-        council = lasting_group("measuring, council", inside, "gloo", _PATIENCE_S)
-        if node != nodes[me]:
-            continue
-        part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == nodes[me])
-        here = _World(group, Council(council), world.device, world.dtype, world.most_bytes, world.budget_s)
+        inside = [rank for rank, other in enumerate(nodes) if other == node]
+        here = (_among(inside, world, seats) if len(inside) > 1 else None) or here
+    found: Link | None = None
+    if here is not None:
+        mine = nodes[dist.get_rank(world.group)]
+        part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == mine)
         each = _LINKS_PART * world.budget_s / len(WAYS)
         (fit,) = fit_ways(here.talkers(part), each, (("all_gather", "padded"),))
-        size, line = len(inside), fit.link
+        size, line = dist.get_world_size(here.group), fit.link
         found = Link(line.latency_s / (size - 1), max(line.bytes_per_s * (size - 1) / size, 1.0))
     told = [link for link in cast(list[Link | None], world.council.hear(found)) if link is not None]
     return Link(max(link.latency_s for link in told), min(link.bytes_per_s for link in told))
+
+
+def _with_parts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Cluster:
+    """The cluster, knowing how fast the fastest of it talk when the others are left out."""
+    among = []
+    for kinds in parts_to_ask(cluster):
+        part = cluster.only(kinds)
+        here = _among([rank for k in kinds for rank in range(*cluster.spans[k])], world, seats)
+        factor: float | None = None
+        if here is not None and part.collectives:
+            (fit,) = fit_ways(here.talkers(part), _AMONG_PART * world.budget_s, (("all_reduce", "ring"),))
+            factor = factor_of(part, fit)
+        told = [one for one in cast(list[float | None], world.council.hear(factor)) if one is not None]
+        among += [(part.device_names, told[0])] if told else []
+    return replace(cluster, among=tuple(among))
+
+
+def _among(ranks: Sequence[int], world: _World, seats: Sequence[Seat]) -> _World | None:
+    """Some of the world by themselves; None for who is not among them. All ranks call this: groups are made by all."""
+    every = dist.get_process_group_ranks(world.group)
+    inside = [every[rank] for rank in ranks]
+    group = lasting_group("measuring, talk", inside, _backend(seats), _PATIENCE_S)
+    council = lasting_group("measuring, council", inside, "gloo", _PATIENCE_S)
+    if dist.get_rank(world.group) not in ranks:
+        return None
+    return replace(world, group=group, council=Council(council))

@@ -7,9 +7,11 @@ scattered (`packing_of`), from what a step took all ranks together (`step_togeth
 
 One by one and again and again, a call finds its operands in a cache and its memory at hand; in a step it comes after
 all the others. So data parallelism is run as this device would run it, with shares by speed, forward and backward, over
-a network that answers at once. Once links are measured it is run together with everyone, with all parameters gathered
-ahead of their use and their gradients scattered: what that takes beyond what calls and collectives add up to is what
-programs that gather parameters cost, whatever it is that hosts do then.
+a network that answers at once; and, where there is room and time, the model as one device alone would run it: with a
+larger piece of the batch a step may be another matter, and alone nobody norms a batch together with others. Once links
+are measured data parallelism is run together with everyone, with all parameters gathered ahead of their use and their
+gradients scattered: what that takes beyond what calls and collectives add up to is what programs that gather parameters
+cost, whatever it is that hosts do then.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -29,7 +31,7 @@ from lopsided.classics import STATE, data_parallel, stored_cut
 from lopsided.cluster import Cluster
 from lopsided.collectives import Network
 from lopsided.cost import Costs, Scale, optimizer_named
-from lopsided.devices import Link
+from lopsided.devices import Kind, Link
 from lopsided.errors import LopsidedError
 from lopsided.graph import Graph, Leaf
 from lopsided.memory import bytes_per_kind, holdings
@@ -52,7 +54,9 @@ from lopsided.timeline import run
 from lopsided.work import call_text
 
 _FEWEST = 3  # steps, after one to warm up
-_ROOM = 1.5  # times what a step is predicted to hold
+_ROOM = 1.2  # times what a step is predicted to hold
+_SMALLER = (1, 2, 4)
+"""As if there were so many times as many devices, where a piece of the batch is too large for the memory."""
 _LEAST, _LARGEST = 0.5, 2.0
 """Beyond these, what was run is not what was priced."""
 _SLOW = Link(1.0, 1e6)
@@ -72,6 +76,14 @@ class Rehearsal:
     schedule: Schedule
     bare: Schedule
     bucket_bytes: int = BUCKET_BYTES
+    smaller: int = 1  # device k of the cluster that was measured is device k · smaller of this one
+
+    def kind_of(self, rank: int) -> Kind:
+        return next(
+            kind
+            for kind, (start, stop) in zip(self.cluster.kinds, self.cluster.spans, strict=True)
+            if start <= rank < stop
+        )
 
 
 def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | None:
@@ -81,6 +93,30 @@ def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | Non
     """
     if not all(kind.measured for kind in cluster.kinds):
         return None
+    for smaller in _SMALLER:
+        kinds = tuple(replace(kind, count=smaller * kind.count) for kind in cluster.kinds)
+        found = _laid_out(graph, replace(cluster, kinds=kinds))
+        if found is None or not all(_has_some(found, rank) for rank in range(found.cluster.devices)):
+            return None
+        if _fits(found):
+            everyone = [expected(found, rank) for rank in range(found.cluster.devices)]
+            known = all(one.measured_s > one.rest_s for one in everyone)
+            return replace(found, smaller=smaller) if known and _in_time(everyone, budget_s) else None
+    return None
+
+
+def prepared_alone(rehearsal: Rehearsal, rank: int, budget_s: float) -> Rehearsal | None:
+    """The whole batch on this device by itself; None where that does not fit into memory or time, or is the same."""
+    if rehearsal.cluster.devices == 1:
+        return None
+    kind = rehearsal.kind_of(rank)
+    alone = replace(rehearsal.cluster, kinds=(replace(kind, nodes=1, count=1),))
+    found = _laid_out(rehearsal.program.graph, alone)
+    return found if found is not None and _fits(found) and _in_time([expected(found, 0)], budget_s) else None
+
+
+def _laid_out(graph: Graph, cluster: Cluster) -> Rehearsal | None:
+    """Data parallelism with shares by speed, where nobody knows of links."""
     cluster = replace(cluster, within=_SLOW, between=_SLOW, collectives=(), pairs=())
     speeds = [kind.speed for kind in cluster.kinds for _ in range(kind.devices)]
     shares = Shares(tuple(speed / sum(speeds) for speed in speeds))
@@ -91,15 +127,18 @@ def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | Non
         program = data_parallel(derive_rules(graph), SharePrices(costs, scale))
     except LopsidedError:
         return None
-    held = bytes_per_kind(holdings(program, costs.optimizer, devices=cluster.devices), scale)
-    if any(_ROOM * size > kind.memory_bytes for size, kind in zip(held, cluster.kinds, strict=True)):
-        return None
-    rehearsal = Rehearsal(program, cluster, shares, lay_out(program, costs), lay_out(program, bare))
-    if not all(_has_some(rehearsal, rank) for rank in range(cluster.devices)):
-        return None
-    everyone = [expected(rehearsal, rank) for rank in range(cluster.devices)]
-    in_time = (_FEWEST + 1) * max(one.all_s for one in everyone) < budget_s
-    return rehearsal if in_time and all(one.measured_s > one.rest_s for one in everyone) else None
+    return Rehearsal(program, cluster, shares, lay_out(program, costs), lay_out(program, bare))
+
+
+def _fits(rehearsal: Rehearsal) -> bool:
+    cluster = rehearsal.cluster
+    what = holdings(rehearsal.program, optimizer_named("sgd"), devices=cluster.devices)
+    held = bytes_per_kind(what, Scale(cluster, rehearsal.shares))
+    return all(_ROOM * size <= kind.memory_bytes for size, kind in zip(held, cluster.kinds, strict=True))
+
+
+def _in_time(everyone: Sequence[Expected], budget_s: float) -> bool:
+    return (_FEWEST + 1) * max(one.all_s for one in everyone) < budget_s
 
 
 def _has_some(rehearsal: Rehearsal, rank: int) -> bool:
@@ -149,6 +188,27 @@ def _passes(schedule: Schedule) -> list[Compute]:
     return [item for item in (*schedule.forward, *schedule.backward) if isinstance(item, Compute)]
 
 
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """What the measured calls of a device are to be multiplied by: with its share of the batch, and, where that was
+    run, with the whole."""
+
+    share: float
+    with_share: float
+    with_all: float | None = None
+
+    def at(self, fraction: float) -> float:
+        """With another piece of the batch: in between, on a line.
+
+        >>> Ratio(0.5, 1.4, 1.0).at(0.75), Ratio(0.5, 1.4, 1.0).at(0.25), Ratio(0.5, 1.4).at(1.0)
+        (1.2, 1.4, 1.4)
+        """
+        if self.with_all is None or self.share >= 1:
+            return self.with_share
+        part = min(max((fraction - self.share) / (1 - self.share), 0.0), 1.0)
+        return round(self.with_share + part * (self.with_all - self.with_share), 6)
+
+
 def ratio_of(told: Expected, step_s: float) -> float | None:
     """What the measured calls are to be multiplied by, so that all adds up to a step; None where that is beyond belief.
 
@@ -166,8 +226,10 @@ def prepared_hiding(rehearsal: Rehearsal, cluster: Cluster, budget_s: float) -> 
     """The same with every parameter stored cut in equal pieces, and sent a bit at a time: nearly all of it behind
     computing.
 
-    None where there is no time for it. `cluster` is the one with its links.
+    None where there is no time for it, or no room for pieces of the batch. `cluster` is the one with its links.
     """
+    if rehearsal.smaller > 1:
+        return None
     size = sum(leaf.value.bytes for leaf in rehearsal.program.graph.parameters)
     bit = min(max(size // _BITS, _LEAST_BYTES), BUCKET_BYTES)
     equal = (1 / cluster.devices,) * cluster.devices

@@ -31,10 +31,13 @@ from lopsided.runtime.measure_kinds import Found, Took
 from lopsided.runtime.measure_ops import Speeds, choose_jobs, distinct_calls, probe_calls
 from lopsided.runtime.measure_rehearsal import (
     Expected,
+    Ratio,
+    Rehearsal,
     expected,
     packing_of,
     predicted_s,
     prepared,
+    prepared_alone,
     prepared_hiding,
     ratio_of,
     step_seconds,
@@ -141,7 +144,7 @@ def test_scaled_calls_add_up_to_the_step() -> None:
             for (fraction, there), (_, back) in zip(entry.forward, entry.backward, strict=True)
         }
         update = ("update:sgd(f32[1048576])", 1.0)
-        scaled = room._scaled({**found, update: Took(1.0, None)}, ratio)
+        scaled = room._scaled({**found, update: Took(1.0, None)}, Ratio(0.5, ratio))
         assert scaled[update] == Took(1.0, None)
         table = tuple(
             Measured(
@@ -172,7 +175,49 @@ def test_what_does_not_fit_is_not_rehearsed() -> None:
     graph = graph_of("mlp")
     assert prepared(graph, measured(graph), 1e6) is not None
     assert prepared(graph, measured(graph), 0.0) is None
-    assert prepared(graph, measured(graph, memory=2**20), 1e6) is None
+    assert prepared(graph, measured(graph, memory=2**18), 1e6) is None
+
+
+def test_where_memory_is_short_it_is_as_if_there_were_more_devices() -> None:
+    """Activations of this one weigh more than its parameters."""
+    graph = capture(*zoo.build("mlp", layers=2, width=32, classes=5, batch=4096))
+    plenty = prepared(graph, measured(graph), 1e6)
+    assert plenty is not None
+    assert (plenty.smaller, plenty.cluster.devices) == (1, 2)
+    least = next(size for k in range(10, 40) if (size := 2**k) and prepared(graph, measured(graph, memory=size), 1e6))
+    found = prepared(graph, measured(graph, memory=least), 1e6)
+    assert found is not None
+    assert (found.smaller, found.cluster.devices) == (4, 8)
+    for rank in range(2):
+        assert found.kind_of(4 * rank).name == plenty.kind_of(rank).name
+        assert found.shares.work[4 * rank] == pytest.approx(plenty.shares.work[rank] / 4)
+        assert expected(found, 4 * rank).all_s == pytest.approx(expected(plenty, rank).all_s / 4, rel=0.01)
+        assert step_seconds(found, 4 * rank, CPU, 0.0, time.perf_counter) is not None
+    # All together there are only so many as there are.
+    assert prepared_hiding(found, measured(graph), 1e6) is None
+
+
+def test_alone_a_device_has_the_whole_batch_and_nobody_to_ask() -> None:
+    graph = graph_of("resnet50")
+    rehearsal = prepared(graph, measured(graph), 1e6)
+    assert rehearsal is not None
+    assert [t for t in rehearsal.schedule.transfers if not t.hides and t.whole_bytes > 8]
+    alone = [prepared_alone(rehearsal, rank, 1e6) for rank in range(2)]
+    for rank, one in enumerate(alone):
+        assert isinstance(one, Rehearsal)
+        assert one.kind_of(0).name == rehearsal.kind_of(rank).name
+        assert one.shares.work == (1.0,)
+        assert expected(one, 0).all_s > expected(rehearsal, rank).all_s
+        assert step_seconds(one, 0, CPU, 0.0, time.perf_counter) is not None
+        assert prepared_alone(one, 0, 1e6) is None
+    assert prepared_alone(rehearsal, 0, 0.0) is None
+
+
+def test_with_more_of_the_batch_the_ratio_nears_that_of_all_of_it() -> None:
+    found: Found = {("aten.relu.default(f32[8])", f): Took(1.0, 2.0) for f in (0.1, 0.4, 0.7, 1.0)}
+    scaled = room._scaled(found, Ratio(0.4, 1.5, 0.9))
+    assert [round(one.forward_s, 6) for one in scaled.values()] == [1.5, 1.5, 1.2, 0.9]
+    assert [round(one.backward_s or 0.0, 6) for one in scaled.values()] == [3.0, 3.0, 2.4, 1.8]
 
 
 def test_what_was_hardly_measured_is_not_rehearsed() -> None:
