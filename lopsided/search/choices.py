@@ -23,7 +23,7 @@ import numpy as np
 from lopsided.errors import ProgramError
 from lopsided.graph import Leaf, Node, Value, signature
 from lopsided.notation import Rule
-from lopsided.placement import I, Placement
+from lopsided.placement import I, P, Placement, R
 from lopsided.program import Chain, Program, Step
 from lopsided.recompute import reruns, retaken
 from lopsided.rules import RuleBook
@@ -32,17 +32,17 @@ from lopsided.search.copies import (
     Price,
     Prices,
     Tree,
+    Trees,
     cheapest_store,
-    cheapest_tree,
     closure,
     generators,
     price_of,
-    tree_prices,
 )
 from lopsided.search.problem import Assignment, Factor, Problem, Table
 
 _MOST_SETS = 512  # of copies of one value; beyond, only sets of at most `_MOST_COPIES` are considered
 _MOST_COPIES = 3
+_ANY_VALUE = frozenset({I, R, P})  # placements that need no dim to cut
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Choices:
     stores: Mapping[str, tuple[Placement, ...]]  # parameter → how it may be stored
     free: frozenset[str]  # values to be had in any placement
     prices: Prices
+    trees: Callable[[Value], Trees]  # of a value that is not free
     complete: bool  # no set of copies was left out
 
     def program(self, assignment: Assignment) -> Program:
@@ -122,6 +123,8 @@ class _Builder:
         self.known_sets: dict[object, tuple[Needs, ...]] = {}
         self.numbers: dict[object, int] = {}  # of signatures: short keys
         self.kept_stores: dict[str, tuple[Placement, ...]] = {}
+        self.placements: dict[str, Needs] = {}  # that copies of each value can have
+        self.known_trees: dict[object, Trees] = {}
         self.complete = True
 
     def build(self) -> Choices:
@@ -137,6 +140,7 @@ class _Builder:
         menus = {node.name: self._menu(node) for node in nodes}
         for leaf in graph.parameters:
             self.kept_stores[leaf.value.name] = self.stores(leaf)
+        self._collect_placements(nodes, menus)
         for leaf in graph.parameters:
             if leaf.value.name in shared:
                 self._add_shared(leaf.value, consumers, menus, copies)
@@ -168,6 +172,7 @@ class _Builder:
             self.kept_stores,
             self.free,
             self.prices,
+            self.trees,
             self.complete,
         )
 
@@ -217,6 +222,30 @@ class _Builder:
     def _price(self, value: Value) -> Price:
         return price_of(value, self.leaves.get(value.name), self.prices)
 
+    def _collect_placements(self, nodes: Sequence[Node], menus: Mapping[str, tuple[Rule, ...]]) -> None:
+        """What copies may be made by way of: the cuts that rules know, and what any value can be."""
+        found = self.placements
+        met: dict[int, list[Needs]] = {}  # of a menu: the operands' placements, then the results'
+        for name, stores in self.kept_stores.items():
+            found[name] = _ANY_VALUE.union(stores)
+        for node in nodes:
+            menu = menus[node.name]
+            if id(menu) not in met:
+                columns = zip(*((*rule.needs, *rule.gives) for rule in menu), strict=True)
+                met[id(menu)] = [frozenset(column) for column in columns]
+            names = (*node.operands, *(value.name for value in node.results))
+            for name, placements in zip(names, met[id(menu)], strict=True):
+                found[name] = found.get(name, _ANY_VALUE) | placements
+
+    def trees(self, value: Value) -> Trees:
+        """One object for equal values, so that prices are asked for once."""
+        placements = self.placements[value.name]
+        key = (self._value_key(value), placements)
+        trees = self.known_trees.get(key)
+        if trees is None:
+            trees = self.known_trees[key] = Trees(placements, self._price(value))
+        return trees
+
     def _node_factor(self, node: Node, menu: tuple[Rule, ...], variable: int, shared: set[str]) -> None:
         """What each rule costs by itself, with its own parameters fetched the cheapest way."""
         own = [
@@ -241,7 +270,7 @@ class _Builder:
         self._factor((variable,), key, make, self.known)
 
     def fetched(self, leaf: Leaf, needs: Needs) -> tuple[float, Placement]:
-        return cheapest_store(leaf, self.kept_stores[leaf.value.name], needs, self.prices, self._price(leaf.value))
+        return cheapest_store(leaf, self.kept_stores[leaf.value.name], needs, self.prices, self.trees(leaf.value))
 
     def _add_shared(
         self,
@@ -285,7 +314,7 @@ class _Builder:
 
     def _leaf_factor(self, leaf: Leaf, copies: tuple[int, tuple[Needs, ...]]) -> None:
         variable, sets = copies
-        key = ("leaf", self._value_key(leaf.value), sets)
+        key = ("leaf", self._value_key(leaf.value), self.placements[leaf.value.name], sets)
 
         def make() -> Table:
             return np.array([self.fetched(leaf, needs)[0] for needs in sets])
@@ -312,12 +341,11 @@ class _Builder:
         shared, sets = copies
         value = node.results[k]
         gives = tuple(rule.gives[k] for rule in menu)
-        key = ("make", self._value_key(value), sets, gives)
+        key = ("make", self._value_key(value), self.placements[value.name], sets, gives)
 
         def make() -> Table:
-            price = self._price(value)
-            rows = {give: tree_prices(give, sets, price) for give in dict.fromkeys(gives)}
-            return np.array([rows[give] for give in gives])
+            trees = self.trees(value)
+            return np.array([trees.prices(gives, copies) for copies in sets]).T
 
         self._factor((variable, shared), key, make, self.conversions)
 
@@ -333,13 +361,8 @@ class _Builder:
         key = ("hand on", self._value_key(value), gives, needs, user is None)
 
         def make() -> Table:
-            price = self._price(value)
-            known = {
-                (give, need): cheapest_tree(give, need, price)[0]
-                for give in dict.fromkeys(gives)
-                for need in dict.fromkeys(needs)
-            }
-            table = np.array([[known[give, need] for need in needs] for give in gives])
+            trees = self.trees(value)
+            table = np.array([trees.prices(gives, need) for need in needs]).T
             return table[:, 0] if user is None else table
 
         self._factor((variable,) if taker is None else (variable, taker[0]), key, make, self.conversions)
@@ -357,7 +380,6 @@ class _Writer:
         self.needs: dict[str, dict[Placement, None]] = {}  # of every value, in the order they are met
         self.facts: dict[str, dict[Placement, None]] = {}
         self.trees: dict[str, Tree] = {}
-        self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
 
     def program(self) -> Program:
         graph = self.graph
@@ -404,20 +426,18 @@ class _Writer:
         needs = frozenset(self.needs.get(leaf.value.name, ()))
         if leaf.kind == "parameter":
             stores = self.chosen.stores[leaf.value.name]
-            return cheapest_store(leaf, stores, needs, self.chosen.prices, self._price(leaf.value))[1]
+            return cheapest_store(leaf, stores, needs, self.chosen.prices, self.chosen.trees(leaf.value))[1]
         only = next(iter(needs)) if len(needs) == 1 else I
         return only if leaf.kind == "input" and only.is_shard else I
-
-    def _price(self, value: Value) -> Price:
-        if value.name in self.chosen.free:
-            # Held whole it is cut for nothing; held cut it is taken as it is.
-            return lambda source, to: 0.0 if source == to or source.is_whole else math.inf
-        return price_of(value, self.leaves.get(value.name), self.chosen.prices)
 
     def _have(self, value: Value, placement: Placement) -> None:
         self.facts[value.name] = {placement: None}
         needs = self.needs.get(value.name, {})
-        self.trees[value.name] = cheapest_tree(placement, needs, self._price(value))[1]
+        if value.name in self.chosen.free:
+            # Held whole it is cut for nothing; held cut it is taken as it is.
+            self.trees[value.name] = dict.fromkeys(needs, placement)
+        elif needs.keys() - {placement}:
+            self.trees[value.name] = self.chosen.trees(value).tree(placement, needs)
 
     def _chain(self, name: str, need: Placement) -> Chain:
         """From a copy that is there to the one that is needed; what is made on the way stays."""

@@ -1,22 +1,25 @@
 """Copies of a value: which there can be, and what having several of them costs.
 
-In: `Prices`. Out: the cheapest tree of copies, each made from another, for one set of them or for many.
+In: `Prices`. Out: the cheapest tree of copies, each made from another, for any set of them.
 
     closure        what follows from copies that are there, for nothing
-    cheapest_tree  one set of copies: the price, and what each is made from
-    tree_prices    the prices of many sets, which share their parts
+    Trees          sets of copies: their prices, and what each copy is made from
     cheapest_store a parameter's set of copies, and how to keep it
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lopsided.graph import Leaf, Node, Value
 from lopsided.notation import Rule
-from lopsided.placement import P, Placement, R
+from lopsided.placement import Placement
 
 Needs = frozenset[Placement]  # the placements one consumer takes a value in
 
@@ -79,110 +82,101 @@ def closure(placements: Iterable[Placement], known: Sequence[Placement], price: 
 
 
 Tree = dict[Placement, Placement]  # for each copy, the one it is made from
+_Array = NDArray[np.float64]  # of prices, from each placement
 
 
-def cheapest_tree(start: Placement, wanted: Iterable[Placement], price: Price) -> tuple[float, Tree]:
-    """The cheapest way to have all `wanted` from `start`: the price, and what each copy is made from.
+class Trees:
+    """The cheapest ways to have copies of a value, each made from another, by way of any of its `placements`.
 
-    Copies are made from each other, or by way of `P` or `R`: most often `P` follows from everything for nothing, and
-    everything from `R`.
+    A tree of several copies is a way to where it branches, and from there a tree for each part of them. From every
+    placement at once, because trees of different starts have most of their branches in common (Dreyfus and Wagner):
+
+        way(p, q)     = the cheapest chain of conversions                                `_shortest`
+        tree(p, some) = min over q of way(p, q) + branching(q, some)                     `_from_each`
+        branching(q, some) = min over part of tree(q, part) + tree(q, some without it)   `_branching`
     """
-    targets = frozenset(wanted) - {start}
-    if not targets:
-        return 0.0, {}
-    if start == P or price(start, P) == 0:
-        return _tree((start, P), targets - {P}, price) if start != P else _tree((P,), targets, price)
-    direct = _tree((start,), targets, price)
-    by_way_of_p = _tree((start,), targets | {P}, price)
-    return by_way_of_p if by_way_of_p[0] < direct[0] else direct
+
+    def __init__(self, placements: Iterable[Placement], price: Price) -> None:
+        self.placements = sorted(placements)
+        self._number = {placement: k for k, placement in enumerate(self.placements)}
+        self._ways, self._next = _shortest(
+            np.array([[price(source, to) for to in self.placements] for source in self.placements])
+        )
+        self._is_free = (self._ways == 0).tolist()
+        self._known: dict[tuple[int, ...], _Array] = {}
+
+    def prices(self, starts: Iterable[Placement], wanted: Needs) -> list[float]:
+        """Of having all `wanted` from each of the starts."""
+        found = self._from_each(self._generators(wanted))
+        return [float(found[self._number[start]]) for start in starts]
+
+    def tree(self, start: Placement, wanted: Iterable[Placement]) -> Tree:
+        """What each copy is made from, those on the way among them."""
+        made: dict[int, int] = {}
+        root = self._number[start]
+
+        def go(at: int, to: int) -> None:
+            while at != to:
+                stop = int(self._next[at, to])
+                if stop != root:
+                    made.setdefault(stop, at)
+                at = stop
+
+        def grow(at: int, targets: tuple[int, ...]) -> None:
+            if len(targets) == 1:
+                go(at, targets[0])
+                return
+            fork = int((self._ways[at] + self._branching(targets)).argmin())
+            go(at, fork)
+            for part in min(_parts(targets), key=lambda parts: sum(self._from_each(part)[fork] for part in parts)):
+                grow(fork, part)
+
+        targets = self._generators(wanted)
+        if targets:
+            grow(root, targets)
+        for free in sorted(self._number[placement] for placement in wanted):
+            if free not in made:
+                go(min((root, *made), key=lambda at: (self._ways[at, free], at)), free)
+        return {self.placements[to]: self.placements[source] for to, source in made.items()}
+
+    def _generators(self, wanted: Iterable[Placement]) -> tuple[int, ...]:
+        """Those that no other gives for nothing; of several that give each other, the first."""
+        numbers = sorted(self._number[placement] for placement in wanted)
+        free = self._is_free
+        return tuple(k for k in numbers if not any(free[j][k] and (j < k or not free[k][j]) for j in numbers if j != k))
+
+    def _from_each(self, targets: tuple[int, ...]) -> _Array:
+        found = self._known.get(targets)
+        if found is None:
+            if len(targets) > 1:
+                found = (self._ways + self._branching(targets)).min(axis=1)
+            else:
+                found = self._ways[:, targets[0]] if targets else np.zeros(len(self.placements))
+            self._known[targets] = found
+        return found
+
+    def _branching(self, targets: tuple[int, ...]) -> _Array:
+        offers = [self._from_each(part) + self._from_each(rest) for part, rest in _parts(targets)]
+        cheapest: _Array = np.min(offers, axis=0)
+        return cheapest
 
 
-def _tree(have: tuple[Placement, ...], targets: frozenset[Placement], price: Price) -> tuple[float, Tree]:
-    """From what is there (of which `P` was made from the first), with `R` on the way where that is cheaper."""
-    first = dict.fromkeys(have[1:], have[0])
-    direct, made = _in_the_best_order(have, targets, price)
-    if R not in targets and R not in have:
-        around, source = min((price(q, R), q) for q in have)
-        if around < direct and all(price(R, target) == 0 for target in targets):
-            return around, {**first, R: source, **dict.fromkeys(targets, R)}
-    return direct, {**first, **made}
+def _shortest(prices: _Array) -> tuple[_Array, NDArray[np.intp]]:
+    """The price of the cheapest chain between any two, and its next stop (Floyd and Warshall). Ties go straight."""
+    ways, stops = prices, np.broadcast_to(np.arange(len(prices)), prices.shape)
+    for middle in range(len(prices)):
+        around = ways[:, middle, None] + ways[middle]
+        shorter = around < ways
+        ways, stops = np.where(shorter, around, ways), np.where(shorter, stops[:, middle, None], stops)
+    return ways, stops
 
 
-def _in_the_best_order(have: tuple[Placement, ...], targets: frozenset[Placement], price: Price) -> tuple[float, Tree]:
-    """Each copy made from one that is there; what costs nothing is taken at once."""
-    if not targets:
-        return 0.0, {}
-    if len(targets) == 1:
-        (target,) = targets
-        paid, source = min((price(q, target), q) for q in have)
-        return paid, {target: source}
-    known: dict[frozenset[Placement], tuple[float, Tree]] = {frozenset(): (0.0, {})}
-
-    def rest(missing: frozenset[Placement]) -> tuple[float, Tree]:
-        if missing not in known:
-            there = (*have, *(targets - missing))
-            offers = sorted((*min((price(q, target), q) for q in there), target) for target in missing)
-            if offers[0][0] == 0:
-                offers = offers[:1]
-            best: tuple[float, Tree] = (math.inf, {})
-            for paid, source, target in offers:
-                more, tree = rest(missing - {target})
-                if paid + more < best[0] or not best[1]:
-                    best = (paid + more, {target: source, **tree})
-            known[missing] = best
-        return known[missing]
-
-    return rest(targets)
-
-
-def tree_prices(start: Placement, sets: Sequence[Needs], price: Price) -> list[float]:
-    """What `cheapest_tree` costs for each of many sets: they have most of their parts in common.
-
-    A tree without one of its leaves is the cheapest tree of what is left. One that reaches `R` has everything, so it
-    is the shortest way there.
-    """
-    p_is_free = start == P or price(start, P) == 0
-    have = {start, P} if p_is_free else {start}
-    known: dict[Needs, float] = {frozenset(): 0.0}
-
-    def direct(targets: Needs) -> float:
-        if targets not in known:
-            known[targets] = grown(targets)
-        return known[targets]
-
-    def grown(targets: Needs) -> float:
-        if R in targets and all(price(R, target) == 0 for target in targets):
-            return _distance(have, R, targets, price)
-        best = math.inf
-        for leaf in targets:
-            rest = targets - {leaf}
-            best = min(best, direct(rest) + min(price(q, leaf) for q in (*have, *rest)))
-        return best
-
-    around = min(price(q, R) for q in have)
-    found = []
-    for wanted in sets:
-        targets = wanted - have
-        if not targets:
-            found.append(0.0)
-            continue
-        by_way_of_r = around if all(price(R, target) == 0 for target in targets) else math.inf
-        by_way_of_p = math.inf if p_is_free else direct(targets | {P})
-        found.append(min(direct(targets), by_way_of_p, by_way_of_r))
-    return found
-
-
-def _distance(have: Iterable[Placement], to: Placement, over: Iterable[Placement], price: Price) -> float:
-    """The price of the cheapest chain from something that is there."""
-    reached = dict.fromkeys(have, 0.0)
-    waiting = {p: min(price(q, p) for q in reached) for p in over}
-    while True:
-        nearest = min(waiting, key=lambda p: (waiting[p], p))
-        reached[nearest] = waiting.pop(nearest)
-        if nearest == to:
-            return reached[to]
-        for p in waiting:
-            waiting[p] = min(waiting[p], reached[nearest] + price(nearest, p))
+def _parts(targets: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Every way to make two of several, neither empty."""
+    first, *others = targets
+    for count in range(len(others)):
+        for more in itertools.combinations(others, count):
+            yield (first, *more), tuple(target for target in others if target not in more)
 
 
 def generators(placements: Needs, price: Price) -> list[Placement]:
@@ -191,11 +185,9 @@ def generators(placements: Needs, price: Price) -> list[Placement]:
 
 
 def cheapest_store(
-    leaf: Leaf, stores: Sequence[Placement], needs: Needs, prices: Prices, price: Price
+    leaf: Leaf, stores: Sequence[Placement], needs: Needs, prices: Prices, trees: Trees
 ) -> tuple[float, Placement]:
     """How to keep a parameter that is used in these placements: the price and the placement."""
-    priced = [
-        (prices.store(leaf, stored) + cheapest_tree(stored, needs, price)[0], k) for k, stored in enumerate(stores)
-    ]
-    best, k = min(priced)
+    fetched = trees.prices(stores, needs)
+    best, k = min((prices.store(leaf, stored) + fetched[k], k) for k, stored in enumerate(stores))
     return best, stores[k]

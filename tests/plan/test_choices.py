@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +23,7 @@ from lopsided.program import Program, check_program
 from lopsided.rules import RuleBook, derive_rules
 from lopsided.search import search
 from lopsided.search.choices import choices
-from lopsided.search.copies import cheapest_tree, tree_prices
+from lopsided.search.copies import Trees
 from lopsided.search.copies import price_of as price_of_value
 
 PLACEMENTS = (I, R, P, S(0), S(1))
@@ -34,7 +33,7 @@ PLACEMENTS = (I, R, P, S(0), S(1))
 class RandomPrices:
     """Prices by the shape of things: equal calls and values have equal prices, slices and zeros are free.
 
-    Where there is no gradient, `I` and `R` are the same. No detour is cheaper than going straight.
+    Where there is no gradient, `I` and `R` are the same. A detour is often cheaper than going straight.
     """
 
     seed: int
@@ -47,16 +46,10 @@ class RandomPrices:
         return self._price("rule", node.op, str(rule))
 
     def convert(self, value: Value, source: Placement, to: Placement) -> float:
-        if source in PLACEMENTS and to in PLACEMENTS:
-            return _shortest(self, value.shape, value.grad)[source, to]
-        # Real models have placements beyond those of the small graphs.
-        return self.straight(value.shape, value.grad, source, to)
-
-    def straight(self, shape: tuple[int, ...], grad: bool, source: Placement, to: Placement) -> float:
-        if not grad:
+        if not value.grad:
             source, to = (R if placement == I else placement for placement in (source, to))
         free = source == R or to == P
-        return 0.0 if free or source == to else self._price("convert", shape, str(source), str(to))
+        return 0.0 if free or source == to else self._price("convert", value.shape, str(source), str(to))
 
     def store(self, leaf: Leaf, placement: Placement) -> float:
         return self._price("store", leaf.value.shape, str(placement))
@@ -66,15 +59,6 @@ class RandomPrices:
 
     def is_cheap(self, node: Node) -> bool:
         return self.cheap
-
-
-@lru_cache(maxsize=256)
-def _shortest(prices: RandomPrices, shape: tuple[int, ...], grad: bool) -> dict[tuple[Placement, Placement], float]:
-    """Of every conversion, by way of whatever is cheapest (Floyd and Warshall)."""
-    found = {pair: prices.straight(shape, grad, *pair) for pair in itertools.product(PLACEMENTS, repeat=2)}
-    for middle, source, to in itertools.product(PLACEMENTS, repeat=3):
-        found[source, to] = min(found[source, to], found[source, middle] + found[middle, to])
-    return found
 
 
 @st.composite
@@ -122,14 +106,15 @@ def cheapest_by_enumeration(book: RuleBook, prices: RandomPrices) -> float:
         price = sum(prices.rule(node, rule) for node, rule in zip(graph.nodes, rules, strict=True))
         for node, rule in zip(graph.nodes, rules, strict=True):
             value = node.results[0]
-            price += spread(value, rule.gives[0], needs.get(value.name, set()), prices)
+            price += spread(value, rule.gives[0], needs.get(value.name, set()), placements_of(value, book), prices)
         for leaf in parameters:
             wanted = needs.get(leaf.value.name, set())
+            known = placements_of(leaf.value, book)
             price += (
                 0
                 if not wanted
                 else min(
-                    prices.store(leaf, stored) + spread(leaf.value, stored, wanted, prices)
+                    prices.store(leaf, stored) + spread(leaf.value, stored, wanted, known, prices)
                     for stored in book.leaves[leaf.value.name]
                 )
             )
@@ -137,12 +122,26 @@ def cheapest_by_enumeration(book: RuleBook, prices: RandomPrices) -> float:
     return best
 
 
-def spread(value: Value, start: Placement, wanted: set[Placement], prices: RandomPrices) -> float:
-    """The cheapest order of making the wanted copies, and `R` and `P` on the way if that helps, each from one there."""
+def placements_of(value: Value, book: RuleBook) -> set[Placement]:
+    """What a copy of the value can be made by way of."""
+    found = {I, R, P, *book.leaves.get(value.name, ())}
+    for node in book.graph.nodes:
+        for rule in book.rules[node.name]:
+            found.update(need for name, need in zip(node.operands, rule.needs, strict=True) if name == value.name)
+            found.update(give for result, give in zip(node.results, rule.gives, strict=True) if result == value)
+    return found
+
+
+def spread(
+    value: Value, start: Placement, wanted: set[Placement], placements: set[Placement], prices: RandomPrices
+) -> float:
+    """The cheapest order of making the wanted copies, and any others on the way if that helps, each from one there."""
     if not wanted - {start}:
         return 0.0
     best = math.inf
-    sets = [(wanted | more) - {start} for more in (set(), {R}, {P}, {R, P})]
+    others = placements - wanted - {start}
+    detours = itertools.chain.from_iterable(itertools.combinations(others, k) for k in range(len(others) + 1))
+    sets = [wanted.union(more) - {start} for more in detours]
     for order in itertools.chain.from_iterable(itertools.permutations(sorted(targets)) for targets in sets):
         have, price = [start], 0.0
         for target in order:
@@ -185,15 +184,25 @@ def test_a_search_is_deterministic(book: RuleBook, seed: int) -> None:
     assert search(book, RandomPrices(seed)).program == search(book, RandomPrices(seed)).program
 
 
-@given(st.integers(0, 10**6), st.sampled_from(PLACEMENTS), st.lists(st.frozensets(st.sampled_from(PLACEMENTS))))
-def test_many_trees_cost_what_each_does(seed: int, start: Placement, sets: list[frozenset[Placement]]) -> None:
-    value = Value("v", (4, 4), "f32", grad=True)
-    price = price_of_value(value, None, RandomPrices(seed))
-    assert tree_prices(start, sets, price) == [cheapest_tree(start, wanted, price)[0] for wanted in sets]
-    assert all(
-        cheapest_tree(start, wanted, price)[0] == spread(value, start, set(wanted), RandomPrices(seed))
-        for wanted in sets
-    )
+@given(st.integers(0, 10**6), st.sampled_from(PLACEMENTS), st.frozensets(st.sampled_from(PLACEMENTS)))
+def test_a_tree_costs_what_it_is_said_to_and_none_is_cheaper(
+    seed: int, start: Placement, wanted: frozenset[Placement]
+) -> None:
+    value, prices = Value("v", (4, 4), "f32", grad=True), RandomPrices(seed)
+    trees = Trees(PLACEMENTS, price_of_value(value, None, prices))
+    tree = trees.tree(start, wanted)
+    assert wanted <= {start, *tree}
+    (price,) = trees.prices([start], wanted)
+    assert price == sum(prices.convert(value, source, to) for to, source in tree.items())
+    assert price == spread(value, start, set(wanted), set(PLACEMENTS), prices)
+
+
+def test_copies_are_made_by_way_of_one_that_nobody_needs() -> None:
+    dear = {(P, I): 9.0, (P, R): 9.0, (P, S(1)): 9.0, (P, S(0)): 1.0, (S(0), R): 2.0}
+    trees = Trees(PLACEMENTS, lambda source, to: dear.get((source, to), 0.0 if source in (to, R) else 5.0))
+    assert trees.prices([P, S(0)], frozenset({R})) == [3, 2]
+    assert trees.tree(P, [R]) == {S(0): P, R: S(0)}
+    assert trees.tree(P, [I, S(1)]) == {S(0): P, R: S(0), I: R, S(1): R}
 
 
 def test_a_converted_copy_is_shared_by_all_consumers() -> None:
