@@ -83,6 +83,7 @@ def closure(placements: Iterable[Placement], known: Sequence[Placement], price: 
 
 Tree = dict[Placement, Placement]  # for each copy, the one it is made from
 _Array = NDArray[np.float64]  # of prices, from each placement
+_ROUNDING = 1e-9
 
 
 class Trees:
@@ -162,11 +163,14 @@ class Trees:
 
 
 def _shortest(prices: _Array) -> tuple[_Array, NDArray[np.intp]]:
-    """The price of the cheapest chain between any two, and its next stop (Floyd and Warshall). Ties go straight."""
+    """The price of the cheapest chain between any two, and its next stop (Floyd and Warshall).
+
+    Ties go straight, and what differs by rounding is a tie.
+    """
     ways, stops = prices, np.broadcast_to(np.arange(len(prices)), prices.shape)
     for middle in range(len(prices)):
         around = ways[:, middle, None] + ways[middle]
-        shorter = around < ways
+        shorter = around < ways * (1 - _ROUNDING)
         ways, stops = np.where(shorter, around, ways), np.where(shorter, stops[:, middle, None], stops)
     return ways, stops
 
