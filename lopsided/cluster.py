@@ -294,6 +294,14 @@ class Cluster:
             facts.append(sorted([sorted(index[name] for name in names), factor] for names, factor in self.among))
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
+    def renamed(self, names: Sequence[str]) -> Cluster:
+        """The cluster with its kinds called so, in their order."""
+        kinds = tuple(replace(kind, name=name) for kind, name in zip(self.kinds, names, strict=True))
+        other = replace(self, kinds=kinds, among=())
+        called = dict(zip(self.device_names, other.device_names, strict=True))
+        among = tuple((tuple(called[name] for name in members), factor) for members, factor in self.among)
+        return replace(other, among=among)
+
     # Smaller clusters
 
     def without_device(self, name: str) -> Cluster:

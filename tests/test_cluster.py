@@ -640,6 +640,14 @@ def test_a_part_of_a_part_is_the_same_part() -> None:
     assert at_once.among == by_and_by.among == ()
 
 
+def test_devices_of_other_names_are_known_by_these() -> None:
+    one = known_among((A_B, 0.5))
+    other = one.renamed(["p", "q", "r", "s"])
+    assert other.among == ((("a/p-1", "b/q-1"), 0.5),)
+    assert other.fingerprint == one.fingerprint
+    assert other.renamed(["v100"] * 4) == one
+
+
 def test_what_some_devices_are_known_for_is_part_of_the_fingerprint() -> None:
     prints = [known_among(*among).fingerprint for among in ((), ((A_B, 0.5),), ((A_B, 0.25),), ((A_B_C, 0.5),))]
     assert len({*prints}) == 4
