@@ -37,13 +37,13 @@ fast as the others:
     latency_s = 1e-3
     bytes_per_s = 2.5e7
 
-Collectives are measured among all devices. For fewer they are scaled by a model, and where some devices are slow to
-send, that makes those without them look slower than they are; so a measured cluster says of some parts how far the
-model is off there, and what lies within such a part is scaled alike:
+Collectives are measured among all devices, and scaled by a model for fewer. Where that is not good enough (some may be
+slow to send, and hold back the others), they can be given for some of the devices, too:
 
-    [[links.among]]
+    [[among]]
     devices = ["big-1/a100-1", "big-2/a100-1"]
-    factor = 0.7                                   # seconds of an all_reduce among them, over what the model says
+    [among.collectives.all_reduce]
+    ring = { latency_s = 1e-4, bytes_per_s = 2e9 }
 
 A device is described as it is when all n devices of its node work. With a `crowding` of c, what then takes t seconds
 takes t / c alone, and t / c · (1 + (c − 1) · (m − 1) / (n − 1)) when m of them work (`Kind.with_fewer`): so it is in a
@@ -85,7 +85,6 @@ from lopsided.devices import Measured as Measured
 from lopsided.errors import ClusterError
 
 LEAST_STRETCH, MOST_STRETCH = 0.1, 100.0
-FACTORS_AMONG = (0.01, 100.0)
 MOST_BYTES_OF_A_FILE = 16 * 2**20
 PRESETS = Path(__file__).parent / "clusters"
 # What can be measured of each collective. Others are put together from these (see collectives.py).
@@ -95,6 +94,8 @@ MEASURABLE: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("padded", "grouped", "all_to_all"),
     "all_to_all": ("direct",),
 }
+Collectives = tuple[tuple[str, str, Link], ...]
+"""What was measured: the collective, the way it is carried out, latency and bytes per second of the whole."""
 _UNITS = (
     {"B": 1}
     | {f"{p}B": 1000**k for k, p in enumerate("kMGT", 1)}
@@ -119,8 +120,7 @@ class Cluster:
     `pairs` are links between two nodes that are unlike `between`. `stretch` is how many times as long a transfer takes
     when devices compute beside it; less than once, where one begins while another is under way. `packing` is how many
     times as long as reading and writing it once it takes to put together what is sent, and to put it in its place.
-    `among` has parts of the cluster, by their devices' names, and how many times as long as modelled collectives take
-    there.
+    `among` has parts of the cluster, by their devices' names, and what collectives take there.
     """
 
     name: str
@@ -128,11 +128,11 @@ class Cluster:
     kinds: tuple[Kind, ...]
     within: Link
     between: Link
-    collectives: tuple[tuple[str, str, Link], ...] = ()
+    collectives: Collectives = ()
     pairs: tuple[tuple[str, str, Link], ...] = ()
     stretch: float = 1.0
     packing: float = 1.0
-    among: tuple[tuple[tuple[str, ...], float], ...] = ()
+    among: tuple[tuple[tuple[str, ...], Collectives], ...] = ()
 
     def __post_init__(self) -> None:
         where = f"cluster {shown(self.name)}"
@@ -158,21 +158,15 @@ class Cluster:
                 where=where,
                 do="rename one of them (several nodes of one name are numbered: box-1, box-2, ...)",
             )
-        for collective, implementation, _ in self.collectives:
-            if implementation not in MEASURABLE.get(collective, ()):
-                raise ClusterError(
-                    f"{shown(collective)} by {shown(implementation)} cannot be measured",
-                    where=where,
-                    do="choose from " + ", ".join(f"{c} ({', '.join(ways)})" for c, ways in MEASURABLE.items()),
-                )
-        if len({entry[:2] for entry in self.collectives}) < len(self.collectives):
-            raise ClusterError("a collective was measured twice", where=where, do="keep one of its entries")
+        _check_collectives(self.collectives, where)
         self._check_pairs(where)
         check_between(self.stretch, LEAST_STRETCH, MOST_STRETCH, "stretch", where)
         check_between(self.packing, 1, 1e6, "packing", where)
         self._check_among(where)
         # One order, so that equal clusters are equal however they were written.
-        object.__setattr__(self, "collectives", tuple(sorted(self.collectives, key=lambda entry: entry[:2])))
+        object.__setattr__(self, "collectives", _in_order(self.collectives))
+        among = sorted((tuple(sorted(names)), _in_order(ways)) for names, ways in self.among)
+        object.__setattr__(self, "among", tuple(among))
 
     def _check_pairs(self, where: str) -> None:
         names = {*self.node_names} if self.pairs else set()
@@ -195,14 +189,14 @@ class Cluster:
 
     def _check_among(self, where: str) -> None:
         known = {*self.device_names} if self.among else set()
-        for names, factor in self.among:
+        for names, collectives in self.among:
             if not 1 < len({*names}) == len(names) < self.devices or not {*names} <= known:
                 raise ClusterError(
-                    f"{', '.join(map(shown, names[:8]))} are no part of the cluster",
+                    f"{', '.join(map(shown, names[:8])) or 'no devices'}: that is no part of the cluster",
                     where=where,
                     do=f"name two or more, not all, of {', '.join(map(shown, self.device_names[:8]))}",
                 )
-            check_between(factor, *FACTORS_AMONG, "factor", where)
+            _check_collectives(collectives, where)
         if len({frozenset(names) for names, _ in self.among}) < len(self.among):
             raise ClusterError("a part of the cluster is given twice", where=where, do="keep one of them")
 
@@ -291,7 +285,9 @@ class Cluster:
             facts.append(self.packing)
         if self.among:
             index = {name: k for k, name in enumerate(self.device_names)}
-            facts.append(sorted([sorted(index[name] for name in names), factor] for names, factor in self.among))
+            for names, ways in self.among:
+                numbers = [[c, i, float(x.latency_s), float(x.bytes_per_s), x.skew] for c, i, x in ways]
+                facts.append([sorted(index[name] for name in names), numbers])
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def renamed(self, names: Sequence[str]) -> Cluster:
@@ -299,7 +295,7 @@ class Cluster:
         kinds = tuple(replace(kind, name=name) for kind, name in zip(self.kinds, names, strict=True))
         other = replace(self, kinds=kinds, among=())
         called = dict(zip(self.device_names, other.device_names, strict=True))
-        among = tuple((tuple(called[name] for name in members), factor) for members, factor in self.among)
+        among = tuple((tuple(called[name] for name in members), ways) for members, ways in self.among)
         return replace(other, among=among)
 
     # Smaller clusters
@@ -373,21 +369,26 @@ class Cluster:
         if left.nodes == 1 < self.nodes:
             return left
         there = {*left.device_names} if self.among else set()
-        inside = [(len(names), factor) for names, factor in self.among if there <= {*names}]
-        _, factor = min(inside, default=(0, 1.0))
-        parts = [
-            (names, min(max(f / factor, FACTORS_AMONG[0]), FACTORS_AMONG[1]))
-            for names, f in self.among
-            if {*names} < there
-        ]
-        collectives = tuple(self._for_fewer(left, factor, *entry) for entry in self.collectives)
-        return replace(left, collectives=collectives, among=tuple(parts))
+        among = tuple(part for part in self.among if {*part[0]} < there)
+        known = next((ways for names, ways in self.among if {*names} == there), None)
+        if known is None:
+            larger = self._smallest_with(there)
+            known = tuple(larger._for_fewer(left, *entry) for entry in larger.collectives)
+        return replace(left, collectives=known, among=among)
 
-    def _for_fewer(self, left: Cluster, factor: float, collective: str, way: str, link: Link) -> tuple[str, str, Link]:
+    def _smallest_with(self, names: set[str]) -> Cluster:
+        """The smallest cluster with these devices (or more) whose collectives are known: a part of this, or this."""
+        for members, _ in sorted(self.among, key=lambda part: len(part[0])):
+            kinds = [k for k, (start, stop) in enumerate(self.spans) if {*self.device_names[start:stop]} <= {*members}]
+            if names < {*members} and sum(self.kinds[k].devices for k in kinds) == len(members):
+                return self.only(kinds)
+        return self
+
+    def _for_fewer(self, left: Cluster, collective: str, way: str, link: Link) -> tuple[str, str, Link]:
         """A measured collective among the devices that are left.
 
         A ring of n passes (n − 1) / n of the bytes over its slowest link in n − 1 hops, and so, all links alike, do
-        messages to everyone; an all_to_all passes an n-th of that. All of it so many times as long.
+        messages to everyone; an all_to_all passes an n-th of that.
         """
         was, now = self.devices, left.devices
         if now == 1:
@@ -395,8 +396,8 @@ class Cluster:
         hops = (now - 1) / (was - 1)
         amount = hops * was / now * (was / now if collective == "all_to_all" else 1.0)
         old, new = self.slowest, left.slowest
-        latency_s = factor * link.latency_s * hops * (new.latency_s / old.latency_s if old.latency_s else 1.0)
-        bytes_per_s = min(max(link.bytes_per_s / amount * new.bytes_per_s / old.bytes_per_s / factor, 1.0), 1e18)
+        latency_s = link.latency_s * hops * (new.latency_s / old.latency_s if old.latency_s else 1.0)
+        bytes_per_s = min(max(link.bytes_per_s / amount * new.bytes_per_s / old.bytes_per_s, 1.0), 1e18)
         return collective, way, Link(latency_s, bytes_per_s, link.skew)
 
     # Links
@@ -437,16 +438,36 @@ class Cluster:
             lines += ["", f"[links.{name}]", *link_items(link)]
         for one, other, link in self.pairs:
             lines += ["", "[[links.pair]]", f"nodes = [{quoted(one)}, {quoted(other)}]", *link_items(link)]
-        for members, factor in self.among:
-            lines += ["", "[[links.among]]", f"devices = [{', '.join(map(quoted, members))}]"]
-            lines.append(f"factor = {float(factor)!r}")
-        last = ""
-        for collective, implementation, link in self.collectives:
-            if collective != last:
-                lines += ["", f"[collectives.{collective}]"]
-                last = collective
-            lines.append(f"{implementation} = {{ {', '.join(link_items(link))} }}")
+        lines += _collective_lines(self.collectives, "collectives")
+        for members, ways in self.among:
+            lines += ["", "[[among]]", f"devices = [{', '.join(map(quoted, members))}]"]
+            lines += _collective_lines(ways, "among.collectives")
         return "\n".join(lines) + "\n"
+
+
+def _check_collectives(collectives: Collectives, where: str) -> None:
+    for collective, implementation, _ in collectives:
+        if implementation not in MEASURABLE.get(collective, ()):
+            raise ClusterError(
+                f"{shown(collective)} by {shown(implementation)} cannot be measured",
+                where=where,
+                do="choose from " + ", ".join(f"{c} ({', '.join(ways)})" for c, ways in MEASURABLE.items()),
+            )
+    if len({entry[:2] for entry in collectives}) < len(collectives):
+        raise ClusterError("a collective was measured twice", where=where, do="keep one of its entries")
+
+
+def _in_order(collectives: Collectives) -> Collectives:
+    return tuple(sorted(collectives, key=lambda entry: entry[:2]))
+
+
+def _collective_lines(collectives: Collectives, table: str) -> Iterator[str]:
+    last = ""
+    for collective, implementation, link in collectives:
+        if collective != last:
+            yield from ("", f"[{table}.{collective}]")
+            last = collective
+        yield f"{implementation} = {{ {', '.join(link_items(link))} }}"
 
 
 def _parted(node: str, nodes: int, number: int) -> tuple[str, str | None]:
@@ -627,16 +648,14 @@ def _read_pairs(root: _Table) -> tuple[tuple[str, str, Link], ...]:
     return tuple(pairs)
 
 
-def _read_among(root: _Table) -> tuple[tuple[tuple[str, ...], float], ...]:
-    if "links" not in root.items:
-        return ()
+def _read_among(root: _Table) -> tuple[tuple[tuple[str, ...], Collectives], ...]:
     parts = []
-    for table in root.table("links", "{}").tables("among", "[[links.among]] tables"):
-        table.allow("devices", "factor")
+    for table in root.tables("among", "[[among]] tables"):
+        table.allow("devices", "collectives")
         names = table.need("devices", '["box/v100-1", "box/v100-2"]')
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise table.wrong("devices", names, '["box/v100-1", "box/v100-2"]')
-        parts.append((tuple(names), table.number("factor", "0.7")))
+        parts.append((tuple(names), _read_collectives(table)))
     return tuple(parts)
 
 
@@ -647,8 +666,8 @@ def _read_links(root: _Table, kinds: Sequence[Kind]) -> tuple[Link, Link]:
     if one_device and "links" not in root.items:
         return Link(0.0, 1e18), Link(0.0, 1e18)
     table = root.table("links", f"{{ within = {example}, between = {example} }}")
-    table.allow("within", "between", "pair", "among")
-    given = {key: _read_link(table.table(key, example)) for key in table.items if key in ("within", "between")}
+    table.allow("within", "between", "pair")
+    given = {key: _read_link(table.table(key, example)) for key in table.items if key != "pair"}
     one_node = len({kind.node for kind in kinds}) == 1 and kinds[0].nodes == 1
     lone = len({kind.node for kind in kinds}) == len(kinds) and all(kind.count == 1 for kind in kinds)
     if "within" not in given and not lone:
@@ -661,7 +680,7 @@ def _read_links(root: _Table, kinds: Sequence[Kind]) -> tuple[Link, Link]:
     return given.get("within", first), given.get("between", first)
 
 
-def _read_collectives(root: _Table) -> tuple[tuple[str, str, Link], ...]:
+def _read_collectives(root: _Table) -> Collectives:
     if "collectives" not in root.items:
         return ()
     example = "{ latency_s = 2e-4, bytes_per_s = 8e8 }"
@@ -685,7 +704,7 @@ def parse_cluster(text: str, where: str = "cluster") -> Cluster:
             where=where,
             do="docs/clusters.md describes the format; `lopsided clusters NAME` prints a preset to copy and change",
         ) from None
-    root.allow("name", "about", "stretch", "packing", "devices", "links", "collectives")
+    root.allow("name", "about", "stretch", "packing", "devices", "links", "collectives", "among")
     name, about = root.text("name", '"my-cluster"'), root.text("about", '"..."', "")
     kinds = tuple(_read_kind(table) for table in root.tables("devices", "[[devices]] tables"))
     if not kinds:

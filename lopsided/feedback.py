@@ -78,9 +78,8 @@ def learnt(run: Run) -> Fed:
     kinds = tuple(
         _with(kind, tables.get((kind.node, kind.name), alike.get(kind.likeness))) for kind in plan.cluster.kinds
     )
-    collectives = _collectives(plan.cluster, ways)
-    cluster = replace(plan.cluster, kinds=kinds, collectives=collectives, about=_about(plan.cluster, run))
-    return Fed(cluster, tuple(corrections))
+    cluster = replace(plan.cluster, kinds=kinds, about=_about(plan.cluster, run))
+    return Fed(_with_collectives(cluster, ways), tuple(corrections))
 
 
 _Table = tuple[tuple[Measured, ...], float]
@@ -237,19 +236,28 @@ def _way(network: Network, span: Span) -> Way | None:
     return next((way for way in network.ways(span.collective) if way.implementation == span.way), None)
 
 
-def _collectives(cluster: Cluster, ways: Sequence[tuple[Way, float, float]]) -> tuple[tuple[str, str, Link], ...]:
+def _with_collectives(cluster: Cluster, ways: Sequence[tuple[Way, float, float]]) -> Cluster:
+    """The cluster with these ways so many times as long, among all of its devices and among some."""
     measured = {(collective, way): link for collective, way, link in cluster.collectives}
-    modelled = Network(cluster)
+    modelled, factors = Network(cluster), dict[tuple[str, str], float]()
     for way, was, now in ways:
         key = (way.collective, way.implementation)
         if way.implementation not in MEASURABLE.get(way.collective, ()):
             continue
-        factor = Correction("", "", was, now).factor
+        factors[key] = Correction("", "", was, now).factor
         known = measured.get(key) or _link(modelled, *key)
         if known is not None:
-            bytes_per_s = min(max(known.bytes_per_s / factor, 1.0), 1e18)
-            measured[key] = Link(min(known.latency_s * factor, 3600.0), bytes_per_s, known.skew)
-    return tuple((*key, link) for key, link in measured.items())
+            measured[key] = _longer(known, factors[key])
+    among = tuple(
+        (names, tuple((c, way, _longer(link, factors.get((c, way), 1.0))) for c, way, link in known))
+        for names, known in cluster.among
+    )
+    return replace(cluster, collectives=tuple((*key, link) for key, link in measured.items()), among=among)
+
+
+def _longer(link: Link, factor: float) -> Link:
+    bytes_per_s = min(max(link.bytes_per_s / factor, 1.0), 1e18)
+    return Link(min(link.latency_s * factor, 3600.0), bytes_per_s, link.skew)
 
 
 def _link(network: Network, collective: str, name: str) -> Link | None:

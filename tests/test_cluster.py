@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lopsided.cluster import (
     MEASURABLE,
     Cluster,
+    Collectives,
     Kind,
     Link,
     Measured,
@@ -603,76 +604,84 @@ def test_fingerprints_of_clusters_without_crowding_stay() -> None:
 # Among some of the devices
 
 
-def known_among(*among: tuple[tuple[str, ...], float]) -> Cluster:
-    """Four boxes, all ways measured alike."""
-    measured = tuple((collective, way, Link(1e-3, 1e8)) for collective, ways in MEASURABLE.items() for way in ways)
+def ways_of(latency_s: float) -> Collectives:
+    """All ways measured, alike."""
+    return tuple((collective, way, Link(latency_s, 1e8)) for collective, ways in MEASURABLE.items() for way in ways)
+
+
+def known_among(*among: tuple[tuple[str, ...], Collectives]) -> Cluster:
+    """Four boxes."""
     kinds = tuple(kind(node=node) for node in "abcd")
-    return Cluster("c", "", kinds, Link(1e-5, 1e10), Link(1e-4, 1e8), measured, among=among)
+    return Cluster("c", "", kinds, Link(1e-5, 1e10), Link(1e-4, 1e8), ways_of(1e-3), among=among)
 
 
 A_B, A_B_C = ("a/v100-1", "b/v100-1"), ("a/v100-1", "b/v100-1", "c/v100-1")
+TWO, THREE = ways_of(3e-4), ways_of(6e-4)
 
 
 def test_collectives_among_some_take_what_was_measured_there() -> None:
-    plain, one = known_among(), known_among((A_B_C, 0.5), (A_B, 0.25))
+    plain, one = known_among(), known_among((A_B_C, THREE), (A_B, TWO))
     assert parse_cluster(one.text()) == one
     assert one.only(range(4)) == one
-    for part, factor in ((one.only([0, 1, 2]), 0.5), (one.only([0, 1]), 0.25), (one.without_node("d"), 0.5)):
-        other = plain.only(k for k in range(4) if "abcd"[k] in part.node_names)
-        assert len(part.collectives) == len(plain.collectives)
-        for (*_, link), (*_, was) in zip(part.collectives, other.collectives, strict=True):
-            assert link.latency_s == pytest.approx(factor * was.latency_s)
-            assert link.bytes_per_s == pytest.approx(was.bytes_per_s / factor)
-    # Nobody asked them, but they are among those who were asked; of these it is not known.
-    assert one.only([1, 2]).collectives[0][2].latency_s == pytest.approx(
-        0.5 * plain.only([1, 2]).collectives[0][2].latency_s
-    )
+    assert one.only([0, 1, 2]).collectives == one.without_node("d").collectives == tuple(sorted(THREE))
+    assert one.only([0, 1]).collectives == tuple(sorted(TWO))
+    # Nobody asked these two, but they are among those who were asked: two thirds of two hops. Of these it is not known.
+    assert one.only([1, 2]).collectives[0][2].latency_s == pytest.approx(6e-4 / 2)
     assert one.only([0, 3]).collectives == plain.only([0, 3]).collectives
 
 
 def test_a_part_of_a_part_is_the_same_part() -> None:
-    one = known_among((A_B_C, 0.5), (A_B, 0.25))
-    assert one.only([0, 1, 2]).among == ((A_B, 0.5),)
-    at_once, by_and_by = one.only([0, 1]), one.only([0, 1, 2]).only([0, 1])
-    for (*_, link), (*_, other) in zip(at_once.collectives, by_and_by.collectives, strict=True):
-        assert link.latency_s == pytest.approx(other.latency_s)
-        assert link.bytes_per_s == pytest.approx(other.bytes_per_s)
-    assert at_once.among == by_and_by.among == ()
+    one = known_among((A_B_C, THREE), (A_B, TWO))
+    assert one.only([0, 1, 2]).among == ((A_B, tuple(sorted(TWO))),)
+    assert one.only([0, 1]) == one.only([0, 1, 2]).only([0, 1])
+    assert one.only([1, 2]) == one.only([0, 1, 2]).only([1, 2])
+    assert one.only([0, 1]).among == ()
+
+
+def test_a_part_within_a_node_of_several_kinds_is_scaled_from_all() -> None:
+    """Names that make no kinds of their own are no help."""
+    two = replace(kind(node="a"), count=2)
+    one = Cluster("c", "", (two, kind("t4", "b")), Link(1e-5, 1e10), Link(1e-4, 1e8), ways_of(1e-3))
+    odd = replace(one, among=((("a/v100-1", "b/t4-1"), TWO),))
+    assert odd.without_device("a/v100-2").collectives == tuple(sorted(TWO))
+    assert odd.without_device("b/t4-1").collectives == one.without_device("b/t4-1").collectives
 
 
 def test_devices_of_other_names_are_known_by_these() -> None:
-    one = known_among((A_B, 0.5))
+    one = known_among((A_B, TWO))
     other = one.renamed(["p", "q", "r", "s"])
-    assert other.among == ((("a/p-1", "b/q-1"), 0.5),)
+    assert other.among == ((("a/p-1", "b/q-1"), tuple(sorted(TWO))),)
     assert other.fingerprint == one.fingerprint
     assert other.renamed(["v100"] * 4) == one
 
 
 def test_what_some_devices_are_known_for_is_part_of_the_fingerprint() -> None:
-    prints = [known_among(*among).fingerprint for among in ((), ((A_B, 0.5),), ((A_B, 0.25),), ((A_B_C, 0.5),))]
+    prints = [known_among(*among).fingerprint for among in ((), ((A_B, TWO),), ((A_B, THREE),), ((A_B_C, TWO),))]
     assert len({*prints}) == 4
+    assert known_among((A_B, TWO), (A_B_C, THREE)) == known_among((A_B_C[::-1], THREE[::-1]), (A_B, TWO))
 
 
 @pytest.mark.parametrize(
     ("among", "said"),
     [
-        (((A_B, 0.001),), "factor"),
-        (((A_B, 0.5), (A_B[::-1], 0.6)), "given twice"),
-        ((((*A_B, "e/v100-1"), 0.5),), "no part of the cluster"),
-        (((A_B[:1], 0.5),), "no part of the cluster"),
-        (((A_B + A_B[:1], 0.5),), "no part of the cluster"),
-        ((((*A_B_C, "d/v100-1"), 0.5),), "no part of the cluster"),
-        ((((), 0.5),), "no part of the cluster"),
+        (((A_B, TWO + TWO[:1]),), "measured twice"),
+        (((A_B, (("all_reduce", "tree", Link(0.0, 1.0)),)),), "cannot be measured"),
+        (((A_B, TWO), (A_B[::-1], TWO)), "given twice"),
+        ((((*A_B, "e/v100-1"), TWO),), "no part of the cluster"),
+        (((A_B[:1], TWO),), "no part of the cluster"),
+        (((A_B + A_B[:1], TWO),), "no part of the cluster"),
+        ((((*A_B_C, "d/v100-1"), TWO),), "no part of the cluster"),
+        ((((), TWO),), "no part of the cluster"),
     ],
 )
-def test_a_part_must_be_one(among: tuple[tuple[tuple[str, ...], float], ...], said: str) -> None:
+def test_a_part_must_be_one(among: tuple[tuple[tuple[str, ...], Collectives], ...], said: str) -> None:
     with pytest.raises(ClusterError, match=said):
         known_among(*among)
 
 
 @pytest.mark.parametrize("devices", ["1", '"a/v100-1"', "[1, 2]", '["a/v100-1", "x/v100-1"]'])
 def test_a_part_from_a_stranger_is_refused(devices: str) -> None:
-    text = known_among((A_B, 0.5)).text()
+    text = known_among((A_B, TWO)).text()
     assert 'devices = ["a/v100-1", "b/v100-1"]' in text
     with pytest.raises(ClusterError):
         parse_cluster(text.replace('["a/v100-1", "b/v100-1"]', devices))

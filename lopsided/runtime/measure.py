@@ -23,13 +23,13 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster import Cluster, parse_cluster
+from lopsided.cluster import Cluster, Collectives, parse_cluster
 from lopsided.collectives import Network
 from lopsided.cost import fitted_line, update_call
 from lopsided.devices import Kind, Link, Points
 from lopsided.errors import InputError
 from lopsided.graph import Graph
-from lopsided.runtime.measure_among import factor_of, parts_to_ask
+from lopsided.runtime.measure_among import known_among, parts_to_ask
 from lopsided.runtime.measure_beside import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
 from lopsided.runtime.measure_crowding import measure_crowding, shared_chips
 from lopsided.runtime.measure_kinds import (
@@ -84,7 +84,7 @@ Progress = Callable[[int, int], object]
 _SPEEDS_PART, _OPS_PART, _UPDATES_PART, _LINKS_PART, _BESIDE_PART = 0.06, 0.36, 0.07, 0.28, 0.07  # of the budget
 _PROBE_PART, _OVERHEAD_PART, _REHEARSAL_PART, _AT_MOST = 0.05, 0.01, 0.10, 0.25  # what a rehearsal should take, and may
 _CROWDING_PART, _HIDING_PART = 0.05, 0.35  # beside it: where devices share a chip, and at most, where steps are short
-_AMONG_PART = 0.04  # for each part of the cluster
+_AMONG_PART = 0.10  # for each part of the cluster
 _PATIENCE_S = 300.0  # how long a rank waits for another that still measures
 _PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
 _LATE = 2.0  # times its part of the budget that updates may take before the rest is left out
@@ -613,12 +613,11 @@ def _with_parts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Clust
     for kinds in parts_to_ask(cluster):
         part = cluster.only(kinds)
         here = _among([rank for k in kinds for rank in range(*cluster.spans[k])], world, seats)
-        factor: float | None = None
-        if here is not None and part.collectives:
-            (fit,) = fit_ways(here.talkers(part), _AMONG_PART * world.budget_s, (("all_reduce", "ring"),))
-            factor = factor_of(part, fit)
-        told = [one for one in cast(list[float | None], world.council.hear(factor)) if one is not None]
-        among += [(part.device_names, told[0])] if told else []
+        found: Collectives | None = None
+        if here is not None:
+            found = known_among(cluster, fit_ways(here.talkers(part), _AMONG_PART * world.budget_s))
+        told = [one for one in cast(list[Collectives | None], world.council.hear(found)) if one is not None]
+        among.append((part.device_names, told[0]))
     return replace(cluster, among=tuple(among))
 
 

@@ -1,26 +1,22 @@
 """How fast the fastest devices talk among themselves, the others left out.
 
 In: a cluster whose collectives were measured among all of its devices. Out: parts of it that are worth asking
-(`parts_to_ask`), and by what to multiply what the cluster says of such a part (`factor_of`), from an all_reduce that
-was measured in it.
+(`parts_to_ask`), and what the cluster is to know of such a part (`known_among`).
 
-The planner leaves out the slowest first. A collective among all goes at the pace of whoever is slowest to send, which
-a host with little of a processor may be, and what is known of links between two does not tell.
+The planner leaves out the slowest first. A ring goes at the pace of whoever is slowest to send, which a host with
+little of a processor may be; messages to everyone are not held back by it. So no one factor would do for all ways.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from lopsided.cluster import FACTORS_AMONG, Cluster
+from lopsided.cluster import Cluster, Collectives
 from lopsided.runtime.measure_links import Fit
 
 _PARTS_OF_ALL = (3 / 4, 1 / 2, 1 / 4)
 """What is in between is taken to be like the next larger one."""
-_LEAST_BYTES = 2**17
-"""What is smaller says little of what training sends."""
 
 
 def parts_to_ask(cluster: Cluster) -> Iterator[tuple[int, ...]]:
@@ -36,11 +32,9 @@ def parts_to_ask(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     yield from (part for part in reversed(fastest) if part in asked and sizes[part] > 1)
 
 
-def factor_of(part: Cluster, fit: Fit) -> float:
-    """Seconds of what was measured over what the part says of itself, in the mean."""
-    link = next(link for *named, link in part.collectives if named == [fit.collective, fit.way])
-    points = [point for point in fit.points if point.bytes >= _LEAST_BYTES] or fit.points
-    off = statistics.fmean(
-        math.log(point.seconds / (link.latency_s + point.bytes / link.bytes_per_s)) for point in points
+def known_among(cluster: Cluster, fits: Sequence[Fit]) -> Collectives:
+    """What was measured with equal pieces; what unequal ones cost is taken from all devices together."""
+    skews = {(collective, way): link.skew for collective, way, link in cluster.collectives}
+    return tuple(
+        (fit.collective, fit.way, replace(fit.link, skew=skews.get((fit.collective, fit.way)))) for fit in fits
     )
-    return min(max(math.exp(off), FACTORS_AMONG[0]), FACTORS_AMONG[1])

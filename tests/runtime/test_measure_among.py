@@ -16,8 +16,8 @@ from lopsided.graph import Graph
 from lopsided.processes import Crew
 from lopsided.runtime import measure as room
 from lopsided.runtime.measure import take_measurement
-from lopsided.runtime.measure_among import factor_of, parts_to_ask
-from lopsided.runtime.measure_links import Fit, Point, fit_ways
+from lopsided.runtime.measure_among import known_among, parts_to_ask
+from lopsided.runtime.measure_links import WAYS, Fit, Talkers, fit_ways
 
 
 def hosts(*speeds: float, count: int = 1) -> Cluster:
@@ -40,29 +40,23 @@ def test_the_fastest_are_asked(cluster: Cluster, parts: list[tuple[int, ...]]) -
     assert [*parts_to_ask(cluster)] == parts
 
 
-def test_a_factor_is_what_was_measured_over_what_was_to_be_expected() -> None:
-    part = hosts(4e9, 1e9, 2e9, 1e9).only([0, 2])
-    *_, link = part.collectives[0]
-
-    def fit(factor: float, *sizes: float) -> Fit:
-        points = [Point(size, 1.0, factor * (link.latency_s + size / link.bytes_per_s)) for size in sizes]
-        return Fit("all_reduce", "ring", link, 0.0, 0.0, tuple(points))
-
-    assert factor_of(part, fit(0.4, 2**12, 2**20, 2**24)) == pytest.approx(0.4)
-    assert factor_of(part, fit(1.7, 2**12)) == pytest.approx(1.7)
-    assert factor_of(part, fit(1e6, 2**20)) == 100
-    mixed = replace(fit(0.5, 2**20, 2**22), points=(*fit(9.0, 2**10).points, *fit(0.5, 2**20, 2**22).points))
-    assert factor_of(part, mixed) == pytest.approx(0.5)  # small ones say little
+def test_what_unequal_pieces_cost_is_taken_from_all() -> None:
+    cluster = hosts(4e9, 1e9, 2e9, 1e9)
+    measured = (("all_reduce", "ring", Link(3e-3, 1e8)), ("all_gather", "padded", Link(1e-3, 1e8, 0.75)))
+    fits = [Fit(c, way, Link(link.latency_s / 2, 1e9), 0.0) for c, way, link in measured]
+    assert known_among(replace(cluster, collectives=measured), fits) == (
+        ("all_reduce", "ring", Link(1.5e-3, 1e9)),
+        ("all_gather", "padded", Link(5e-4, 1e9, 0.75)),
+    )
 
 
 def asked(graph: Graph) -> tuple[Cluster, list[int]]:
-    """In a worker: the cluster, and how many talked when all_reduce alone was asked for."""
+    """In a worker: the cluster, and how many talked each time."""
     sizes = []
 
-    def noted(talkers: room.Talkers, budget_s: float, ways: object = room.WAYS, **more: object) -> tuple[Fit, ...]:
-        if ways == (("all_reduce", "ring"),):
-            sizes.append(talkers.wire.size)
-        return real(talkers, budget_s, ways, **more)  # type: ignore[arg-type]
+    def noted(talkers: Talkers, budget_s: float, **more: object) -> tuple[Fit, ...]:
+        sizes.append(talkers.wire.size)
+        return real(talkers, budget_s, **more)  # type: ignore[arg-type]
 
     real, room.fit_ways = fit_ways, noted
     real_kinds = room.kinds_of
@@ -80,7 +74,8 @@ def asked(graph: Graph) -> tuple[Cluster, list[int]]:
 def test_all_know_how_fast_some_talk(crews: Callable[[int], Crew]) -> None:
     told = crews(3).run(asked, capture(*zoo.build("mlp", layers=1, width=16, classes=3, batch=6)))
     assert [cluster for cluster, _ in told] == [told[0][0]] * 3
-    assert [sizes for _, sizes in told] == [[2], [2], []]
-    ((names, factor),) = told[0][0].among
+    assert [sizes for _, sizes in told] == [[3, 2], [3, 2], [3]]
+    ((names, ways),) = told[0][0].among
     assert names == told[0][0].device_names[:2]
-    assert factor > 0
+    assert {way[:2] for way in ways} == {*WAYS}
+    assert told[0][0].only([0, 1]).collectives == ways
