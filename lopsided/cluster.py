@@ -38,10 +38,13 @@ fast as the others:
     bytes_per_s = 2.5e7
 
 Collectives are measured among all devices, and scaled by a model for fewer. Where that is not good enough (some may be
-slow to send, and hold back the others), they can be given for some of the devices, too:
+slow to send, and hold back the others), they can be given for some of the devices, too, with the stretch there and the
+drag of each of these devices:
 
     [[among]]
     devices = ["big-1/a100-1", "big-2/a100-1"]
+    stretch = 1.5
+    drag = [0.1, 0.1]
     [among.collectives.all_reduce]
     ring = { latency_s = 1e-4, bytes_per_s = 2e9 }
 
@@ -112,6 +115,25 @@ def _node_names(node: str, nodes: int) -> list[str]:
     return [node] if nodes == 1 else [f"{node}-{k}" for k in range(1, nodes + 1)]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What was measured among some of a cluster's devices, the others standing by; `drag` of each, if it was."""
+
+    devices: tuple[str, ...]
+    collectives: Collectives
+    stretch: float = 1.0
+    drag: tuple[float, ...] = ()
+
+    def slowed(self, cluster: Cluster) -> Cluster:
+        """A cluster of these devices, or some of them, as far as computing and sending cost each other."""
+        dragged = dict(zip(self.devices, self.drag, strict=False))
+        kinds = list(cluster.kinds)
+        for k, (start, stop) in enumerate(cluster.spans):
+            if drags := [dragged[name] for name in cluster.device_names[start:stop] if name in dragged]:
+                kinds[k] = replace(kinds[k], drag=sum(drags) / len(drags))
+        return replace(cluster, kinds=tuple(kinds), stretch=self.stretch)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Kinds of devices and the links between them. Devices are numbered kind by kind, in a kind node by node.
@@ -120,7 +142,7 @@ class Cluster:
     `pairs` are links between two nodes that are unlike `between`. `stretch` is how many times as long a transfer takes
     when devices compute beside it; less than once, where one begins while another is under way. `packing` is how many
     times as long as reading and writing it once it takes to put together what is sent, and to put it in its place.
-    `among` has parts of the cluster, by their devices' names, and what collectives take there.
+    `among` has what was measured among some of the devices.
     """
 
     name: str
@@ -132,7 +154,7 @@ class Cluster:
     pairs: tuple[tuple[str, str, Link], ...] = ()
     stretch: float = 1.0
     packing: float = 1.0
-    among: tuple[tuple[tuple[str, ...], Collectives], ...] = ()
+    among: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         where = f"cluster {shown(self.name)}"
@@ -165,8 +187,8 @@ class Cluster:
         self._check_among(where)
         # One order, so that equal clusters are equal however they were written.
         object.__setattr__(self, "collectives", _in_order(self.collectives))
-        among = sorted((tuple(sorted(names)), _in_order(ways)) for names, ways in self.among)
-        object.__setattr__(self, "among", tuple(among))
+        parts = [replace(part, collectives=_in_order(part.collectives)) for part in self.among]
+        object.__setattr__(self, "among", tuple(sorted(parts, key=lambda part: (len(part.devices), part.devices))))
 
     def _check_pairs(self, where: str) -> None:
         names = {*self.node_names} if self.pairs else set()
@@ -189,15 +211,25 @@ class Cluster:
 
     def _check_among(self, where: str) -> None:
         known = {*self.device_names} if self.among else set()
-        for names, collectives in self.among:
+        for part in self.among:
+            names = part.devices
             if not 1 < len({*names}) == len(names) < self.devices or not {*names} <= known:
                 raise ClusterError(
                     f"{', '.join(map(shown, names[:8])) or 'no devices'}: that is no part of the cluster",
                     where=where,
                     do=f"name two or more, not all, of {', '.join(map(shown, self.device_names[:8]))}",
                 )
-            _check_collectives(collectives, where)
-        if len({frozenset(names) for names, _ in self.among}) < len(self.among):
+            _check_collectives(part.collectives, where)
+            check_between(part.stretch, LEAST_STRETCH, MOST_STRETCH, "stretch", where)
+            if part.drag and len(part.drag) != len(names):
+                raise ClusterError(
+                    f"{len(part.drag)} drags of {len(names)} devices",
+                    where=where,
+                    do="give one for each device, or none",
+                )
+            for drag in part.drag:
+                check_between(drag, 0, 1, "drag", where)
+        if len({frozenset(part.devices) for part in self.among}) < len(self.among):
             raise ClusterError("a part of the cluster is given twice", where=where, do="keep one of them")
 
     # Devices and nodes
@@ -285,9 +317,9 @@ class Cluster:
             facts.append(self.packing)
         if self.among:
             index = {name: k for k, name in enumerate(self.device_names)}
-            for names, ways in self.among:
-                numbers = [[c, i, float(x.latency_s), float(x.bytes_per_s), x.skew] for c, i, x in ways]
-                facts.append([sorted(index[name] for name in names), numbers])
+            for part in self.among:
+                numbers = [[c, i, float(x.latency_s), float(x.bytes_per_s), x.skew] for c, i, x in part.collectives]
+                facts.append([[index[name] for name in part.devices], numbers, part.stretch, part.drag])
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def renamed(self, names: Sequence[str]) -> Cluster:
@@ -295,8 +327,8 @@ class Cluster:
         kinds = tuple(replace(kind, name=name) for kind, name in zip(self.kinds, names, strict=True))
         other = replace(self, kinds=kinds, among=())
         called = dict(zip(self.device_names, other.device_names, strict=True))
-        among = tuple((tuple(called[name] for name in members), ways) for members, ways in self.among)
-        return replace(other, among=among)
+        among = (replace(part, devices=tuple(called[name] for name in part.devices)) for part in self.among)
+        return replace(other, among=tuple(among))
 
     # Smaller clusters
 
@@ -368,21 +400,30 @@ class Cluster:
         # What was measured between nodes says nothing about the inside of one.
         if left.nodes == 1 < self.nodes:
             return left
-        there = {*left.device_names} if self.among else set()
-        among = tuple(part for part in self.among if {*part[0]} < there)
-        known = next((ways for names, ways in self.among if {*names} == there), None)
-        if known is None:
-            larger = self._smallest_with(there)
-            known = tuple(larger._for_fewer(left, *entry) for entry in larger.collectives)
-        return replace(left, collectives=known, among=among)
+        larger = self
+        if part := self._part_with(left):
+            left = part.slowed(left)
+            if len(part.devices) == left.devices:
+                return replace(left, collectives=part.collectives, among=self._parts_of(left))
+            if numbers := self._kinds_of(part):
+                larger = self.only(numbers)
+        collectives = tuple(larger._for_fewer(left, *entry) for entry in larger.collectives)
+        return replace(left, collectives=collectives, among=self._parts_of(left))
 
-    def _smallest_with(self, names: set[str]) -> Cluster:
-        """The smallest cluster with these devices (or more) whose collectives are known: a part of this, or this."""
-        for members, _ in sorted(self.among, key=lambda part: len(part[0])):
-            kinds = [k for k, (start, stop) in enumerate(self.spans) if {*self.device_names[start:stop]} <= {*members}]
-            if names < {*members} and sum(self.kinds[k].devices for k in kinds) == len(members):
-                return self.only(kinds)
-        return self
+    def _part_with(self, left: Cluster) -> Part | None:
+        """The smallest that has all devices that are left."""
+        there = {*left.device_names} if self.among else set()
+        return next((part for part in self.among if there <= {*part.devices}), None)
+
+    def _parts_of(self, left: Cluster) -> tuple[Part, ...]:
+        there = {*left.device_names} if self.among else set()
+        return tuple(part for part in self.among if {*part.devices} < there)
+
+    def _kinds_of(self, part: Part) -> list[int]:
+        """The kinds that make up a part; none where it has some devices of a kind and not others."""
+        there = {*part.devices}
+        kinds = [k for k, (start, stop) in enumerate(self.spans) if {*self.device_names[start:stop]} <= there]
+        return kinds if sum(self.kinds[k].devices for k in kinds) == len(there) else []
 
     def _for_fewer(self, left: Cluster, collective: str, way: str, link: Link) -> tuple[str, str, Link]:
         """A measured collective among the devices that are left.
@@ -439,9 +480,13 @@ class Cluster:
         for one, other, link in self.pairs:
             lines += ["", "[[links.pair]]", f"nodes = [{quoted(one)}, {quoted(other)}]", *link_items(link)]
         lines += _collective_lines(self.collectives, "collectives")
-        for members, ways in self.among:
-            lines += ["", "[[among]]", f"devices = [{', '.join(map(quoted, members))}]"]
-            lines += _collective_lines(ways, "among.collectives")
+        for part in self.among:
+            lines += ["", "[[among]]", f"devices = [{', '.join(map(quoted, part.devices))}]"]
+            if part.stretch != 1:
+                lines.append(f"stretch = {float(part.stretch)!r}")
+            if part.drag:
+                lines.append(f"drag = [{', '.join(repr(float(drag)) for drag in part.drag)}]")
+            lines += _collective_lines(part.collectives, "among.collectives")
         return "\n".join(lines) + "\n"
 
 
@@ -648,14 +693,18 @@ def _read_pairs(root: _Table) -> tuple[tuple[str, str, Link], ...]:
     return tuple(pairs)
 
 
-def _read_among(root: _Table) -> tuple[tuple[tuple[str, ...], Collectives], ...]:
+def _read_among(root: _Table) -> tuple[Part, ...]:
     parts = []
     for table in root.tables("among", "[[among]] tables"):
-        table.allow("devices", "collectives")
+        table.allow("devices", "stretch", "drag", "collectives")
         names = table.need("devices", '["box/v100-1", "box/v100-2"]')
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise table.wrong("devices", names, '["box/v100-1", "box/v100-2"]')
-        parts.append((tuple(names), _read_collectives(table)))
+        drags = table.items.get("drag", [])
+        if not isinstance(drags, list):
+            raise table.wrong("drag", drags, "[0.1, 0.2]")
+        drag = tuple(table.as_number("drag", one, "[0.1, 0.2]") for one in drags)
+        parts.append(Part(tuple(names), _read_collectives(table), table.number("stretch", "1.5", 1.0), drag))
     return tuple(parts)
 
 

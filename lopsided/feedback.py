@@ -248,11 +248,12 @@ def _with_collectives(cluster: Cluster, ways: Sequence[tuple[Way, float, float]]
         known = measured.get(key) or _link(modelled, *key)
         if known is not None:
             measured[key] = _longer(known, factors[key])
-    among = tuple(
-        (names, tuple((c, way, _longer(link, factors.get((c, way), 1.0))) for c, way, link in known))
-        for names, known in cluster.among
-    )
-    return replace(cluster, collectives=tuple((*key, link) for key, link in measured.items()), among=among)
+    among = []
+    for part in cluster.among:
+        longer = [(c, way, _longer(link, factors.get((c, way), 1.0))) for c, way, link in part.collectives]
+        among.append(replace(part, collectives=tuple(longer)))
+    collectives = tuple((*key, link) for key, link in measured.items())
+    return replace(cluster, collectives=collectives, among=tuple(among))
 
 
 def _longer(link: Link, factor: float) -> Link:

@@ -23,7 +23,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster import Cluster, Collectives, parse_cluster
+from lopsided.cluster import Cluster, Part, parse_cluster
 from lopsided.collectives import Network
 from lopsided.cost import fitted_line, update_call
 from lopsided.devices import Kind, Link, Points
@@ -546,8 +546,7 @@ def _with_links(
     pairs: tuple[tuple[str, str, Link], ...] = ()
     if 2 < nodes <= MOST_NODES:
         link, pairs = unlike_pairs(talkers, node_names(devices.seats), link)
-    reduce = next(fit.link for fit in fits if fit.collective == "all_reduce")
-    beside = _beside(talkers, reduce, _BESIDE_PART * world.budget_s)
+    beside = _beside(talkers, _reduce(fits), _BESIDE_PART * world.budget_s)
     drags = tuple(cast(list[float], world.council.hear(beside.drag)))
     cluster = replace(
         cluster,
@@ -609,16 +608,23 @@ def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Lin
 
 def _with_parts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Cluster:
     """The cluster, knowing how fast the fastest of it talk when the others are left out."""
-    among = []
+    among = list[Part]()
     for kinds in parts_to_ask(cluster):
         part = cluster.only(kinds)
         here = _among([rank for k in kinds for rank in range(*cluster.spans[k])], world, seats)
-        found: Collectives | None = None
+        found: Part | None = None
         if here is not None:
-            found = known_among(cluster, fit_ways(here.talkers(part), _AMONG_PART * world.budget_s))
-        told = [one for one in cast(list[Collectives | None], world.council.hear(found)) if one is not None]
-        among.append((part.device_names, told[0]))
+            talkers = here.talkers(part)
+            fits = fit_ways(talkers, _AMONG_PART * world.budget_s)
+            beside = _beside(talkers, _reduce(fits), _BESIDE_PART * world.budget_s)
+            drags = cast(list[float], here.council.hear(beside.drag))
+            found = known_among(cluster, part.device_names, fits, beside.stretch, drags)
+        among += [one for one in cast(list[Part | None], world.council.hear(found)) if one is not None][:1]
     return replace(cluster, among=tuple(among))
+
+
+def _reduce(fits: Sequence[Fit]) -> Link:
+    return next(fit.link for fit in fits if fit.collective == "all_reduce")
 
 
 def _among(ranks: Sequence[int], world: _World, seats: Sequence[Seat]) -> _World | None:

@@ -4,7 +4,8 @@ In: a cluster whose collectives were measured among all of its devices. Out: par
 (`parts_to_ask`), and what the cluster is to know of such a part (`known_among`).
 
 The planner leaves out the slowest first. A ring goes at the pace of whoever is slowest to send, which a host with
-little of a processor may be; messages to everyone are not held back by it. So no one factor would do for all ways.
+little of a processor may be; messages to everyone are not held back by it. So no one factor would do for all ways. And
+the quicker something is sent by itself, the more computing beside it slows it down.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lopsided.cluster import Cluster, Collectives
+from lopsided.cluster import Cluster, Part
 from lopsided.runtime.measure_links import Fit
 
 _PARTS_OF_ALL = (3 / 4, 1 / 2, 1 / 4)
@@ -32,9 +33,10 @@ def parts_to_ask(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     yield from (part for part in reversed(fastest) if part in asked and sizes[part] > 1)
 
 
-def known_among(cluster: Cluster, fits: Sequence[Fit]) -> Collectives:
+def known_among(
+    cluster: Cluster, names: Sequence[str], fits: Sequence[Fit], stretch: float, drags: Sequence[float]
+) -> Part:
     """What was measured with equal pieces; what unequal ones cost is taken from all devices together."""
     skews = {(collective, way): link.skew for collective, way, link in cluster.collectives}
-    return tuple(
-        (fit.collective, fit.way, replace(fit.link, skew=skews.get((fit.collective, fit.way)))) for fit in fits
-    )
+    ways = [(fit.collective, fit.way, replace(fit.link, skew=skews.get((fit.collective, fit.way)))) for fit in fits]
+    return Part(tuple(names), tuple(ways), stretch, tuple(drags))

@@ -44,7 +44,9 @@ def test_what_unequal_pieces_cost_is_taken_from_all() -> None:
     cluster = hosts(4e9, 1e9, 2e9, 1e9)
     measured = (("all_reduce", "ring", Link(3e-3, 1e8)), ("all_gather", "padded", Link(1e-3, 1e8, 0.75)))
     fits = [Fit(c, way, Link(link.latency_s / 2, 1e9), 0.0) for c, way, link in measured]
-    assert known_among(replace(cluster, collectives=measured), fits) == (
+    part = known_among(replace(cluster, collectives=measured), ("box1/cpu-1", "box3/cpu-1"), fits, 1.5, [0.1, 0.2])
+    assert (part.stretch, part.drag) == (1.5, (0.1, 0.2))
+    assert part.collectives == (
         ("all_reduce", "ring", Link(1.5e-3, 1e9)),
         ("all_gather", "padded", Link(5e-4, 1e9, 0.75)),
     )
@@ -75,7 +77,9 @@ def test_all_know_how_fast_some_talk(crews: Callable[[int], Crew]) -> None:
     told = crews(3).run(asked, capture(*zoo.build("mlp", layers=1, width=16, classes=3, batch=6)))
     assert [cluster for cluster, _ in told] == [told[0][0]] * 3
     assert [sizes for _, sizes in told] == [[3, 2], [3, 2], [3]]
-    ((names, ways),) = told[0][0].among
-    assert names == told[0][0].device_names[:2]
-    assert {way[:2] for way in ways} == {*WAYS}
-    assert told[0][0].only([0, 1]).collectives == ways
+    (part,) = told[0][0].among
+    assert part.devices == told[0][0].device_names[:2]
+    assert {way[:2] for way in part.collectives} == {*WAYS}
+    assert len(part.drag) == 2
+    assert told[0][0].only([0, 1]).collectives == part.collectives
+    assert told[0][0].only([0, 1]).stretch == part.stretch
