@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -356,7 +356,8 @@ def _told_plan(plan: Plan) -> dict[str, Any]:
 
 def timeline_of(plan: Plan) -> Timeline:
     """The predicted step with all that happens in it, every kind of device called by where it is."""
-    on = plan.on.renamed([f"{kind.node} {kind.name}"[:100] for kind in plan.on.kinds])
+    kinds = (replace(kind, name=f"{kind.node} {kind.name}"[:100]) for kind in plan.on.kinds)
+    on = replace(plan.on, kinds=tuple(kinds))
     costs = Costs(plan.graph, on, optimizer_named(plan.optimizer))
     schedule = plan.laid_out(costs)
     return run(schedule, costs.network, Scale(on, plan.shares), events=True)

@@ -175,13 +175,7 @@ def _by_one_way(cluster: Cluster, way: str) -> Cluster:
         for each in ways
         if (name, each) in found
     ]
-    among = []
-    for part in cluster.among:
-        known = [
-            (name, each, _NEVER if name in _SWITCHED and each != way else link) for name, each, link in part.collectives
-        ]
-        among.append(replace(part, collectives=tuple(known)))
-    return replace(cluster, collectives=tuple(entries), among=tuple(among))
+    return replace(cluster, collectives=tuple(entries))
 
 
 def _link(way: Way) -> Link:

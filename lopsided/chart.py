@@ -99,15 +99,15 @@ def predicted_chart(plan: Plan) -> Chart:
     costs, scale = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer)), Scale(plan.on, plan.shares)
     schedule = plan.laid_out(costs)
     # Kinds may share a name, or be called "network": numbers tell them apart.
-    numbered = plan.on.renamed([f"kind {k}" for k in range(len(plan.on.kinds))])
-    timeline = run(schedule, costs.network, Scale(numbered, scale.shares), events=True)
+    numbered = tuple(replace(kind, name=f"kind {k}") for k, kind in enumerate(plan.on.kinds))
+    timeline = run(schedule, costs.network, Scale(replace(plan.on, kinds=numbered), scale.shares), events=True)
     modules = _modules(plan)
     forward_s, backward_s = timeline.forward_s, timeline.backward_s
     network = tuple(_sent(event, forward_s, modules) for event in timeline.events if event.lane == NETWORK)
     groups = [plan.devices[start:stop] for start, stop in plan.on.spans]
     labels = [_counted(label, names) for label, names in zip(told_apart(groups), groups, strict=True)]
     computed = []
-    for kind in numbered.kinds:
+    for kind in numbered:
         events = [event for event in timeline.events if event.lane == kind.name]
         passes = len(events) - len(schedule.optimizer)
         blocks = [_computed(event, forward_s, modules) for event in events[:passes]]

@@ -37,17 +37,6 @@ fast as the others:
     latency_s = 1e-3
     bytes_per_s = 2.5e7
 
-Collectives are measured among all devices, and scaled by a model for fewer. Where that is not good enough (some may be
-slow to send, and hold back the others), they can be given for some of the devices, too, with the stretch there and the
-drag of each of these devices:
-
-    [[among]]
-    devices = ["big-1/a100-1", "big-2/a100-1"]
-    stretch = 1.5
-    drag = [0.1, 0.1]
-    [among.collectives.all_reduce]
-    ring = { latency_s = 1e-4, bytes_per_s = 2e9 }
-
 A device is described as it is when all n devices of its node work. With a `crowding` of c, what then takes t seconds
 takes t / c alone, and t / c · (1 + (c − 1) · (m − 1) / (n − 1)) when m of them work (`Kind.with_fewer`): so it is in a
 smaller cluster, which has that last factor for its crowding.
@@ -97,8 +86,6 @@ MEASURABLE: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("padded", "grouped", "all_to_all"),
     "all_to_all": ("direct",),
 }
-Collectives = tuple[tuple[str, str, Link], ...]
-"""What was measured: the collective, the way it is carried out, latency and bytes per second of the whole."""
 _UNITS = (
     {"B": 1}
     | {f"{p}B": 1000**k for k, p in enumerate("kMGT", 1)}
@@ -115,25 +102,6 @@ def _node_names(node: str, nodes: int) -> list[str]:
     return [node] if nodes == 1 else [f"{node}-{k}" for k in range(1, nodes + 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What was measured among some of a cluster's devices, the others standing by; `drag` of each, if it was."""
-
-    devices: tuple[str, ...]
-    collectives: Collectives
-    stretch: float = 1.0
-    drag: tuple[float, ...] = ()
-
-    def slowed(self, cluster: Cluster) -> Cluster:
-        """A cluster of these devices, or some of them, as far as computing and sending cost each other."""
-        dragged = dict(zip(self.devices, self.drag, strict=False))
-        kinds = list(cluster.kinds)
-        for k, (start, stop) in enumerate(cluster.spans):
-            if drags := [dragged[name] for name in cluster.device_names[start:stop] if name in dragged]:
-                kinds[k] = replace(kinds[k], drag=sum(drags) / len(drags))
-        return replace(cluster, kinds=tuple(kinds), stretch=self.stretch)
-
-
 @dataclass(frozen=True)
 class Cluster:
     """Kinds of devices and the links between them. Devices are numbered kind by kind, in a kind node by node.
@@ -142,7 +110,6 @@ class Cluster:
     `pairs` are links between two nodes that are unlike `between`. `stretch` is how many times as long a transfer takes
     when devices compute beside it; less than once, where one begins while another is under way. `packing` is how many
     times as long as reading and writing it once it takes to put together what is sent, and to put it in its place.
-    `among` has what was measured among some of the devices.
     """
 
     name: str
@@ -150,11 +117,10 @@ class Cluster:
     kinds: tuple[Kind, ...]
     within: Link
     between: Link
-    collectives: Collectives = ()
+    collectives: tuple[tuple[str, str, Link], ...] = ()
     pairs: tuple[tuple[str, str, Link], ...] = ()
     stretch: float = 1.0
     packing: float = 1.0
-    among: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         where = f"cluster {shown(self.name)}"
@@ -180,15 +146,20 @@ class Cluster:
                 where=where,
                 do="rename one of them (several nodes of one name are numbered: box-1, box-2, ...)",
             )
-        _check_collectives(self.collectives, where)
+        for collective, implementation, _ in self.collectives:
+            if implementation not in MEASURABLE.get(collective, ()):
+                raise ClusterError(
+                    f"{shown(collective)} by {shown(implementation)} cannot be measured",
+                    where=where,
+                    do="choose from " + ", ".join(f"{c} ({', '.join(ways)})" for c, ways in MEASURABLE.items()),
+                )
+        if len({entry[:2] for entry in self.collectives}) < len(self.collectives):
+            raise ClusterError("a collective was measured twice", where=where, do="keep one of its entries")
         self._check_pairs(where)
         check_between(self.stretch, LEAST_STRETCH, MOST_STRETCH, "stretch", where)
         check_between(self.packing, 1, 1e6, "packing", where)
-        self._check_among(where)
         # One order, so that equal clusters are equal however they were written.
-        object.__setattr__(self, "collectives", _in_order(self.collectives))
-        parts = [replace(part, collectives=_in_order(part.collectives)) for part in self.among]
-        object.__setattr__(self, "among", tuple(sorted(parts, key=lambda part: (len(part.devices), part.devices))))
+        object.__setattr__(self, "collectives", tuple(sorted(self.collectives, key=lambda entry: entry[:2])))
 
     def _check_pairs(self, where: str) -> None:
         names = {*self.node_names} if self.pairs else set()
@@ -208,29 +179,6 @@ class Cluster:
             )
         if len({frozenset(pair[:2]) for pair in self.pairs}) < len(self.pairs):
             raise ClusterError("a link between two nodes is given twice", where=where, do="keep one of them")
-
-    def _check_among(self, where: str) -> None:
-        known = {*self.device_names} if self.among else set()
-        for part in self.among:
-            names = part.devices
-            if not 1 < len({*names}) == len(names) < self.devices or not {*names} <= known:
-                raise ClusterError(
-                    f"{', '.join(map(shown, names[:8])) or 'no devices'}: that is no part of the cluster",
-                    where=where,
-                    do=f"name two or more, not all, of {', '.join(map(shown, self.device_names[:8]))}",
-                )
-            _check_collectives(part.collectives, where)
-            check_between(part.stretch, LEAST_STRETCH, MOST_STRETCH, "stretch", where)
-            if part.drag and len(part.drag) != len(names):
-                raise ClusterError(
-                    f"{len(part.drag)} drags of {len(names)} devices",
-                    where=where,
-                    do="give one for each device, or none",
-                )
-            for drag in part.drag:
-                check_between(drag, 0, 1, "drag", where)
-        if len({frozenset(part.devices) for part in self.among}) < len(self.among):
-            raise ClusterError("a part of the cluster is given twice", where=where, do="keep one of them")
 
     # Devices and nodes
 
@@ -313,22 +261,9 @@ class Cluster:
             place = {name: k for k, name in enumerate(self.node_names)}
             pairs = sorted([*sorted([place[a], place[b]]), x.latency_s, x.bytes_per_s] for a, b, x in self.pairs)
             facts += [pairs, self.stretch, [x.skew for _, _, x in self.collectives]]
-        if self.packing != 1 or self.among:
+        if self.packing != 1:
             facts.append(self.packing)
-        if self.among:
-            index = {name: k for k, name in enumerate(self.device_names)}
-            for part in self.among:
-                numbers = [[c, i, float(x.latency_s), float(x.bytes_per_s), x.skew] for c, i, x in part.collectives]
-                facts.append([[index[name] for name in part.devices], numbers, part.stretch, part.drag])
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-    def renamed(self, names: Sequence[str]) -> Cluster:
-        """The cluster with its kinds called so, in their order."""
-        kinds = tuple(replace(kind, name=name) for kind, name in zip(self.kinds, names, strict=True))
-        other = replace(self, kinds=kinds, among=())
-        called = dict(zip(self.device_names, other.device_names, strict=True))
-        among = (replace(part, devices=tuple(called[name] for name in part.devices)) for part in self.among)
-        return replace(other, among=tuple(among))
 
     # Smaller clusters
 
@@ -400,30 +335,7 @@ class Cluster:
         # What was measured between nodes says nothing about the inside of one.
         if left.nodes == 1 < self.nodes:
             return left
-        larger = self
-        if part := self._part_with(left):
-            left = part.slowed(left)
-            if len(part.devices) == left.devices:
-                return replace(left, collectives=part.collectives, among=self._parts_of(left))
-            if numbers := self._kinds_of(part):
-                larger = self.only(numbers)
-        collectives = tuple(larger._for_fewer(left, *entry) for entry in larger.collectives)
-        return replace(left, collectives=collectives, among=self._parts_of(left))
-
-    def _part_with(self, left: Cluster) -> Part | None:
-        """The smallest that has all devices that are left."""
-        there = {*left.device_names} if self.among else set()
-        return next((part for part in self.among if there <= {*part.devices}), None)
-
-    def _parts_of(self, left: Cluster) -> tuple[Part, ...]:
-        there = {*left.device_names} if self.among else set()
-        return tuple(part for part in self.among if {*part.devices} < there)
-
-    def _kinds_of(self, part: Part) -> list[int]:
-        """The kinds that make up a part; none where it has some devices of a kind and not others."""
-        there = {*part.devices}
-        kinds = [k for k, (start, stop) in enumerate(self.spans) if {*self.device_names[start:stop]} <= there]
-        return kinds if sum(self.kinds[k].devices for k in kinds) == len(there) else []
+        return replace(left, collectives=tuple(self._for_fewer(left, *entry) for entry in self.collectives))
 
     def _for_fewer(self, left: Cluster, collective: str, way: str, link: Link) -> tuple[str, str, Link]:
         """A measured collective among the devices that are left.
@@ -479,40 +391,13 @@ class Cluster:
             lines += ["", f"[links.{name}]", *link_items(link)]
         for one, other, link in self.pairs:
             lines += ["", "[[links.pair]]", f"nodes = [{quoted(one)}, {quoted(other)}]", *link_items(link)]
-        lines += _collective_lines(self.collectives, "collectives")
-        for part in self.among:
-            lines += ["", "[[among]]", f"devices = [{', '.join(map(quoted, part.devices))}]"]
-            if part.stretch != 1:
-                lines.append(f"stretch = {float(part.stretch)!r}")
-            if part.drag:
-                lines.append(f"drag = [{', '.join(repr(float(drag)) for drag in part.drag)}]")
-            lines += _collective_lines(part.collectives, "among.collectives")
+        last = ""
+        for collective, implementation, link in self.collectives:
+            if collective != last:
+                lines += ["", f"[collectives.{collective}]"]
+                last = collective
+            lines.append(f"{implementation} = {{ {', '.join(link_items(link))} }}")
         return "\n".join(lines) + "\n"
-
-
-def _check_collectives(collectives: Collectives, where: str) -> None:
-    for collective, implementation, _ in collectives:
-        if implementation not in MEASURABLE.get(collective, ()):
-            raise ClusterError(
-                f"{shown(collective)} by {shown(implementation)} cannot be measured",
-                where=where,
-                do="choose from " + ", ".join(f"{c} ({', '.join(ways)})" for c, ways in MEASURABLE.items()),
-            )
-    if len({entry[:2] for entry in collectives}) < len(collectives):
-        raise ClusterError("a collective was measured twice", where=where, do="keep one of its entries")
-
-
-def _in_order(collectives: Collectives) -> Collectives:
-    return tuple(sorted(collectives, key=lambda entry: entry[:2]))
-
-
-def _collective_lines(collectives: Collectives, table: str) -> Iterator[str]:
-    last = ""
-    for collective, implementation, link in collectives:
-        if collective != last:
-            yield from ("", f"[{table}.{collective}]")
-            last = collective
-        yield f"{implementation} = {{ {', '.join(link_items(link))} }}"
 
 
 def _parted(node: str, nodes: int, number: int) -> tuple[str, str | None]:
@@ -693,21 +578,6 @@ def _read_pairs(root: _Table) -> tuple[tuple[str, str, Link], ...]:
     return tuple(pairs)
 
 
-def _read_among(root: _Table) -> tuple[Part, ...]:
-    parts = []
-    for table in root.tables("among", "[[among]] tables"):
-        table.allow("devices", "stretch", "drag", "collectives")
-        names = table.need("devices", '["box/v100-1", "box/v100-2"]')
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise table.wrong("devices", names, '["box/v100-1", "box/v100-2"]')
-        drags = table.items.get("drag", [])
-        if not isinstance(drags, list):
-            raise table.wrong("drag", drags, "[0.1, 0.2]")
-        drag = tuple(table.as_number("drag", one, "[0.1, 0.2]") for one in drags)
-        parts.append(Part(tuple(names), _read_collectives(table), table.number("stretch", "1.5", 1.0), drag))
-    return tuple(parts)
-
-
 def _read_links(root: _Table, kinds: Sequence[Kind]) -> tuple[Link, Link]:
     """The links within and between nodes. A cluster that does not use one of them need not give it."""
     example = "{ latency_s = 1e-5, bytes_per_s = 12.5e9 }"
@@ -729,7 +599,7 @@ def _read_links(root: _Table, kinds: Sequence[Kind]) -> tuple[Link, Link]:
     return given.get("within", first), given.get("between", first)
 
 
-def _read_collectives(root: _Table) -> Collectives:
+def _read_collectives(root: _Table) -> tuple[tuple[str, str, Link], ...]:
     if "collectives" not in root.items:
         return ()
     example = "{ latency_s = 2e-4, bytes_per_s = 8e8 }"
@@ -753,16 +623,16 @@ def parse_cluster(text: str, where: str = "cluster") -> Cluster:
             where=where,
             do="docs/clusters.md describes the format; `lopsided clusters NAME` prints a preset to copy and change",
         ) from None
-    root.allow("name", "about", "stretch", "packing", "devices", "links", "collectives", "among")
+    root.allow("name", "about", "stretch", "packing", "devices", "links", "collectives")
     name, about = root.text("name", '"my-cluster"'), root.text("about", '"..."', "")
     kinds = tuple(_read_kind(table) for table in root.tables("devices", "[[devices]] tables"))
     if not kinds:
         raise root.refuse("the cluster has no devices", "add a [[devices]] table")
     within, between = _read_links(root, kinds)
-    collectives, pairs, among = _read_collectives(root), _read_pairs(root), _read_among(root)
+    collectives, pairs = _read_collectives(root), _read_pairs(root)
     stretch, packing = root.number("stretch", "1.5", 1.0), root.number("packing", "3.0", 1.0)
     with root.located():
-        return Cluster(name, about, kinds, within, between, collectives, pairs, stretch, packing, among)
+        return Cluster(name, about, kinds, within, between, collectives, pairs, stretch, packing)
 
 
 def preset_names() -> tuple[str, ...]:

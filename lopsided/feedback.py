@@ -78,8 +78,9 @@ def learnt(run: Run) -> Fed:
     kinds = tuple(
         _with(kind, tables.get((kind.node, kind.name), alike.get(kind.likeness))) for kind in plan.cluster.kinds
     )
-    cluster = replace(plan.cluster, kinds=kinds, about=_about(plan.cluster, run))
-    return Fed(_with_collectives(cluster, ways), tuple(corrections))
+    collectives = _collectives(plan.cluster, ways)
+    cluster = replace(plan.cluster, kinds=kinds, collectives=collectives, about=_about(plan.cluster, run))
+    return Fed(cluster, tuple(corrections))
 
 
 _Table = tuple[tuple[Measured, ...], float]
@@ -236,29 +237,19 @@ def _way(network: Network, span: Span) -> Way | None:
     return next((way for way in network.ways(span.collective) if way.implementation == span.way), None)
 
 
-def _with_collectives(cluster: Cluster, ways: Sequence[tuple[Way, float, float]]) -> Cluster:
-    """The cluster with these ways so many times as long, among all of its devices and among some."""
+def _collectives(cluster: Cluster, ways: Sequence[tuple[Way, float, float]]) -> tuple[tuple[str, str, Link], ...]:
     measured = {(collective, way): link for collective, way, link in cluster.collectives}
-    modelled, factors = Network(cluster), dict[tuple[str, str], float]()
+    modelled = Network(cluster)
     for way, was, now in ways:
         key = (way.collective, way.implementation)
         if way.implementation not in MEASURABLE.get(way.collective, ()):
             continue
-        factors[key] = Correction("", "", was, now).factor
+        factor = Correction("", "", was, now).factor
         known = measured.get(key) or _link(modelled, *key)
         if known is not None:
-            measured[key] = _longer(known, factors[key])
-    among = []
-    for part in cluster.among:
-        longer = [(c, way, _longer(link, factors.get((c, way), 1.0))) for c, way, link in part.collectives]
-        among.append(replace(part, collectives=tuple(longer)))
-    collectives = tuple((*key, link) for key, link in measured.items())
-    return replace(cluster, collectives=collectives, among=tuple(among))
-
-
-def _longer(link: Link, factor: float) -> Link:
-    bytes_per_s = min(max(link.bytes_per_s / factor, 1.0), 1e18)
-    return Link(min(link.latency_s * factor, 3600.0), bytes_per_s, link.skew)
+            bytes_per_s = min(max(known.bytes_per_s / factor, 1.0), 1e18)
+            measured[key] = Link(min(known.latency_s * factor, 3600.0), bytes_per_s, known.skew)
+    return tuple((*key, link) for key, link in measured.items())
 
 
 def _link(network: Network, collective: str, name: str) -> Link | None:

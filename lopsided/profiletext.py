@@ -195,13 +195,6 @@ def _way_lines(found: Measurement) -> Iterator[str]:
     for one, other, link in found.cluster.pairs:
         speed = metric_text(link.bytes_per_s, "B/s")
         yield f"between {one} and {other} it is slower: {seconds_text(link.latency_s)}, {speed}"
-    for part in found.cluster.among:
-        names = part.devices
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        link = next(link for collective, _, link in part.collectives if collective == "all_reduce")
-        took = f"{seconds_text(link.latency_s)}, {metric_text(link.bytes_per_s, 'B/s')}"
-        behind = f"and behind computing {part.stretch:.2f} times as long"
-        yield from _wrapped(f"among {listed} alone an all_reduce takes {took}, {behind}", "  ")
 
 
 # Notices

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from lopsided.cluster import (
     MEASURABLE,
     Cluster,
-    Collectives,
     Kind,
     Link,
     Measured,
-    Part,
     load_cluster,
     parse_cluster,
     preset_names,
@@ -600,115 +598,6 @@ def test_fingerprints_of_clusters_without_crowding_stay() -> None:
     assert load_cluster("3090+3060").fingerprint == "7fc54826a0bd11be"
     measured = replace(kind(count=2), drag=0.25, overhead_s=1e-5)
     assert cluster(measured, kind("t4")).fingerprint == "1bd3e0c86b80820d"
-
-
-# Among some of the devices
-
-
-def ways_of(latency_s: float) -> Collectives:
-    """All ways measured, alike."""
-    return tuple((collective, way, Link(latency_s, 1e8)) for collective, ways in MEASURABLE.items() for way in ways)
-
-
-def known_among(*among: Part) -> Cluster:
-    """Four boxes."""
-    kinds = tuple(kind(node=node) for node in "abcd")
-    return Cluster("c", "", kinds, Link(1e-5, 1e10), Link(1e-4, 1e8), ways_of(1e-3), among=among)
-
-
-A_B, A_B_C = ("a/v100-1", "b/v100-1"), ("a/v100-1", "b/v100-1", "c/v100-1")
-TWO, THREE = ways_of(3e-4), ways_of(6e-4)
-
-
-def test_collectives_among_some_take_what_was_measured_there() -> None:
-    plain, one = known_among(), known_among(Part(A_B_C, THREE), Part(A_B, TWO))
-    assert parse_cluster(one.text()) == one
-    assert one.only(range(4)) == one
-    assert one.only([0, 1, 2]).collectives == one.without_node("d").collectives == tuple(sorted(THREE))
-    assert one.only([0, 1]).collectives == tuple(sorted(TWO))
-    # Nobody asked these two, but they are among those who were asked: two thirds of two hops. Of these it is not known.
-    assert one.only([1, 2]).collectives[0][2].latency_s == pytest.approx(6e-4 / 2)
-    assert one.only([0, 3]).collectives == plain.only([0, 3]).collectives
-
-
-def test_a_part_of_a_part_is_the_same_part() -> None:
-    one = known_among(Part(A_B_C, THREE), Part(A_B, TWO))
-    assert one.only([0, 1, 2]).among == (Part(A_B, tuple(sorted(TWO))),)
-    assert one.only([0, 1]) == one.only([0, 1, 2]).only([0, 1])
-    assert one.only([1, 2]) == one.only([0, 1, 2]).only([1, 2])
-    assert one.only([0, 1]).among == ()
-
-
-def test_a_part_within_a_node_of_several_kinds_is_scaled_from_all() -> None:
-    """Names that make no kinds of their own are no help."""
-    two = replace(kind(node="a"), count=2)
-    one = Cluster("c", "", (two, kind("t4", "b")), Link(1e-5, 1e10), Link(1e-4, 1e8), ways_of(1e-3))
-    odd = replace(one, among=(Part(("a/v100-1", "b/t4-1"), TWO),))
-    assert odd.without_device("a/v100-2").collectives == tuple(sorted(TWO))
-    assert odd.without_device("b/t4-1").collectives == one.without_device("b/t4-1").collectives
-
-
-def test_devices_of_other_names_are_known_by_these() -> None:
-    one = known_among(Part(A_B, TWO))
-    other = one.renamed(["p", "q", "r", "s"])
-    assert other.among == (Part(("a/p-1", "b/q-1"), tuple(sorted(TWO))),)
-    assert other.fingerprint == one.fingerprint
-    assert other.renamed(["v100"] * 4) == one
-
-
-def test_what_some_devices_are_known_for_is_part_of_the_fingerprint() -> None:
-    parts = (Part(A_B, TWO), Part(A_B, THREE), Part(A_B_C, TWO), Part(A_B, TWO, 2.0), Part(A_B, TWO, 2.0, (0.1, 0.2)))
-    assert len({known_among().fingerprint, *(known_among(part).fingerprint for part in parts)}) == 6
-    one, other = Part(A_B, TWO), Part(A_B_C, THREE)
-    assert known_among(one, other) == known_among(replace(other, collectives=THREE[::-1]), one)
-
-
-def test_some_devices_have_a_stretch_and_drags_of_their_own() -> None:
-    one = replace(known_among(Part(A_B_C, THREE, 2.0, (0.1, 0.2, 0.3)), Part(A_B, TWO, 3.0)), stretch=1.5)
-    assert parse_cluster(one.text()) == one
-    three, two, others = one.only([0, 1, 2]), one.only([0, 1]), one.only([1, 2])
-    assert (one.stretch, three.stretch, two.stretch, others.stretch) == (1.5, 2.0, 3.0, 2.0)
-    assert [kind.drag for kind in three.kinds] == [0.1, 0.2, 0.3]
-    assert [kind.drag for kind in two.kinds] == [0.0, 0.0]
-    assert [kind.drag for kind in others.kinds] == [0.2, 0.3]
-    assert one.only([0, 3]).stretch == 1.5
-
-
-@pytest.mark.parametrize(
-    ("among", "said"),
-    [
-        ((Part(A_B, TWO + TWO[:1]),), "measured twice"),
-        ((Part(A_B, (("all_reduce", "tree", Link(0.0, 1.0)),)),), "cannot be measured"),
-        ((Part(A_B, TWO), Part(A_B[::-1], TWO)), "given twice"),
-        ((Part((*A_B, "e/v100-1"), TWO),), "no part of the cluster"),
-        ((Part(A_B[:1], TWO),), "no part of the cluster"),
-        ((Part(A_B + A_B[:1], TWO),), "no part of the cluster"),
-        ((Part((*A_B_C, "d/v100-1"), TWO),), "no part of the cluster"),
-        ((Part((), TWO),), "no part of the cluster"),
-        ((Part(A_B, TWO, 1e9),), "stretch"),
-        ((Part(A_B, TWO, 1.0, (0.1,)),), "1 drags of 2 devices"),
-        ((Part(A_B, TWO, 1.0, (0.1, 2.0)),), "drag"),
-    ],
-)
-def test_a_part_must_be_one(among: tuple[Part, ...], said: str) -> None:
-    with pytest.raises(ClusterError, match=said):
-        known_among(*among)
-
-
-@pytest.mark.parametrize("drag", ["1", '"a"', "[true]", "[0.1]", "[-1, 0]"])
-def test_drags_from_a_stranger_are_refused(drag: str) -> None:
-    text = known_among(Part(A_B, TWO, 1.0, (0.25, 0.5))).text()
-    assert "drag = [0.25, 0.5]" in text
-    with pytest.raises(ClusterError):
-        parse_cluster(text.replace("[0.25, 0.5]", drag))
-
-
-@pytest.mark.parametrize("devices", ["1", '"a/v100-1"', "[1, 2]", '["a/v100-1", "x/v100-1"]'])
-def test_a_part_from_a_stranger_is_refused(devices: str) -> None:
-    text = known_among(Part(A_B, TWO)).text()
-    assert 'devices = ["a/v100-1", "b/v100-1"]' in text
-    with pytest.raises(ClusterError):
-        parse_cluster(text.replace('["a/v100-1", "b/v100-1"]', devices))
 
 
 def test_fewer_devices_of_a_node_are_faster() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lopsided import zoo
 from lopsided.capture import capture
-from lopsided.cluster import Cluster, Part, parse_cluster
+from lopsided.cluster import Cluster, parse_cluster
 from lopsided.collectives import Network
 from lopsided.confront import confront, fraction_of
 from lopsided.cost import Costs, optimizer_named, update_call
@@ -144,23 +144,6 @@ def test_collectives_are_scaled_way_by_way() -> None:
             for cluster in (plan.on, again)
         )
         assert now.seconds(2**20) == pytest.approx(1.7 * was.seconds(2**20))
-
-
-def test_what_is_known_of_some_devices_is_scaled_alike() -> None:
-    (fast, slow), ring = cluster_of().kinds, ("all_reduce", "ring", Link(1e-3, 1e8))
-    other = ("all_to_all", "direct", Link(1e-3, 1e8))
-    three = replace(cluster_of(), kinds=(fast, slow, replace(slow, name="late")), collectives=(ring, other))
-    some = Part(("box/fast-1", "box/slow-1"), (ring, other))
-    plan = plan_on(cluster_of())
-    known = replace(plan, cluster=replace(three, among=(some,)))
-    run = replace(run_of(plan, times_as_long(1.0), talk=1.7), plan=known)
-    (part,) = fed_back(run).among
-    assert part.devices == some.devices
-    scaled = {(collective, way): link for collective, way, link in part.collectives}
-    used = {(span.collective, span.way) for span in run.devices[0].recorded[0].spans if span.lane == NETWORK}
-    assert {*scaled} & used == {("all_to_all", "direct")}
-    assert scaled["all_to_all", "direct"].latency_s == pytest.approx(1.7e-3)
-    assert scaled["all_reduce", "ring"] == ring[2]
 
 
 def test_what_hid_behind_computing_was_stretched() -> None:

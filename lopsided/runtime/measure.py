@@ -23,13 +23,12 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster import Cluster, Part, parse_cluster
+from lopsided.cluster import Cluster, parse_cluster
 from lopsided.collectives import Network
 from lopsided.cost import fitted_line, update_call
 from lopsided.devices import Kind, Link, Points
 from lopsided.errors import InputError
 from lopsided.graph import Graph
-from lopsided.runtime.measure_among import known_among, parts_to_ask
 from lopsided.runtime.measure_beside import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
 from lopsided.runtime.measure_crowding import measure_crowding, shared_chips
 from lopsided.runtime.measure_kinds import (
@@ -84,7 +83,6 @@ Progress = Callable[[int, int], object]
 _SPEEDS_PART, _OPS_PART, _UPDATES_PART, _LINKS_PART, _BESIDE_PART = 0.06, 0.36, 0.07, 0.28, 0.07  # of the budget
 _PROBE_PART, _OVERHEAD_PART, _REHEARSAL_PART, _AT_MOST = 0.05, 0.01, 0.10, 0.25  # what a rehearsal should take, and may
 _CROWDING_PART, _HIDING_PART = 0.05, 0.35  # beside it: where devices share a chip, and at most, where steps are short
-_AMONG_PART = 0.10  # for each part of the cluster
 _PATIENCE_S = 300.0  # how long a rank waits for another that still measures
 _PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
 _LATE = 2.0  # times its part of the budget that updates may take before the rest is left out
@@ -546,21 +544,23 @@ def _with_links(
     pairs: tuple[tuple[str, str, Link], ...] = ()
     if 2 < nodes <= MOST_NODES:
         link, pairs = unlike_pairs(talkers, node_names(devices.seats), link)
-    beside = _beside(talkers, _reduce(fits), _BESIDE_PART * world.budget_s)
+    reduce = next(fit.link for fit in fits if fit.collective == "all_reduce")
+    beside = _beside(talkers, reduce, _BESIDE_PART * world.budget_s)
     drags = tuple(cast(list[float], world.council.hear(beside.drag)))
-    cluster = replace(
-        cluster,
-        kinds=_dragging(cluster, drags),
-        within=within or link,
-        between=link,
-        collectives=tuple((fit.collective, fit.way, fit.link) for fit in fits),
-        pairs=pairs,
-        stretch=beside.stretch,
-    )
-    if all_measure:
-        cluster = _with_parts(cluster, world, devices.seats)
     step()
-    return cluster, fits, drags
+    return (
+        replace(
+            cluster,
+            kinds=_dragging(cluster, drags),
+            within=within or link,
+            between=link,
+            collectives=tuple((fit.collective, fit.way, fit.link) for fit in fits),
+            pairs=pairs,
+            stretch=beside.stretch,
+        ),
+        fits,
+        drags,
+    )
 
 
 def _beside(talkers: Talkers, reduce: Link, budget_s: float) -> Beside:
@@ -589,50 +589,22 @@ def _unequal(speeds: Sequence[float]) -> tuple[float, ...]:
 
 def _inside_hosts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Link:
     """The link of the slowest host, all hosts talking to themselves at once."""
+    ranks, me = dist.get_process_group_ranks(world.group), dist.get_rank(world.group)
     nodes = node_names(seats)
-    here: _World | None = None
-    for node in dict.fromkeys(nodes):
-        inside = [rank for rank, other in enumerate(nodes) if other == node]
-        here = (_among(inside, world, seats) if len(inside) > 1 else None) or here
     found: Link | None = None
-    if here is not None:
-        mine = nodes[dist.get_rank(world.group)]
-        part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == mine)
+    for node in dict.fromkeys(nodes):
+        inside = [ranks[rank] for rank, other in enumerate(nodes) if other == node]
+        if len(inside) == 1:
+            continue
+        group = lasting_group("measuring, talk", inside, _backend(seats), _PATIENCE_S)
+        council = lasting_group("measuring, council", inside, "gloo", _PATIENCE_S)
+        if node != nodes[me]:
+            continue
+        part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == nodes[me])
+        here = _World(group, Council(council), world.device, world.dtype, world.most_bytes, world.budget_s)
         each = _LINKS_PART * world.budget_s / len(WAYS)
         (fit,) = fit_ways(here.talkers(part), each, (("all_gather", "padded"),))
-        size, line = dist.get_world_size(here.group), fit.link
+        size, line = len(inside), fit.link
         found = Link(line.latency_s / (size - 1), max(line.bytes_per_s * (size - 1) / size, 1.0))
     told = [link for link in cast(list[Link | None], world.council.hear(found)) if link is not None]
     return Link(max(link.latency_s for link in told), min(link.bytes_per_s for link in told))
-
-
-def _with_parts(cluster: Cluster, world: _World, seats: Sequence[Seat]) -> Cluster:
-    """The cluster, knowing how fast the fastest of it talk when the others are left out."""
-    among = list[Part]()
-    for kinds in parts_to_ask(cluster):
-        part = cluster.only(kinds)
-        here = _among([rank for k in kinds for rank in range(*cluster.spans[k])], world, seats)
-        found: Part | None = None
-        if here is not None:
-            talkers = here.talkers(part)
-            fits = fit_ways(talkers, _AMONG_PART * world.budget_s)
-            beside = _beside(talkers, _reduce(fits), _BESIDE_PART * world.budget_s)
-            drags = cast(list[float], here.council.hear(beside.drag))
-            found = known_among(cluster, part.device_names, fits, beside.stretch, drags)
-        among += [one for one in cast(list[Part | None], world.council.hear(found)) if one is not None][:1]
-    return replace(cluster, among=tuple(among))
-
-
-def _reduce(fits: Sequence[Fit]) -> Link:
-    return next(fit.link for fit in fits if fit.collective == "all_reduce")
-
-
-def _among(ranks: Sequence[int], world: _World, seats: Sequence[Seat]) -> _World | None:
-    """Some of the world by themselves; None for who is not among them. All ranks call this: groups are made by all."""
-    every = dist.get_process_group_ranks(world.group)
-    inside = [every[rank] for rank in ranks]
-    group = lasting_group("measuring, talk", inside, _backend(seats), _PATIENCE_S)
-    council = lasting_group("measuring, council", inside, "gloo", _PATIENCE_S)
-    if dist.get_rank(world.group) not in ranks:
-        return None
-    return replace(world, group=group, council=Council(council))

@@ -117,7 +117,7 @@ def prepared_alone(rehearsal: Rehearsal, rank: int, budget_s: float) -> Rehearsa
 
 def _laid_out(graph: Graph, cluster: Cluster) -> Rehearsal | None:
     """Data parallelism with shares by speed, where nobody knows of links."""
-    cluster = replace(cluster, within=_SLOW, between=_SLOW, collectives=(), pairs=(), among=())
+    cluster = replace(cluster, within=_SLOW, between=_SLOW, collectives=(), pairs=())
     speeds = [kind.speed for kind in cluster.kinds for _ in range(kind.devices)]
     shares = Shares(tuple(speed / sum(speeds) for speed in speeds))
     costs, scale = Costs(graph, cluster, optimizer_named("sgd")), Scale(cluster, shares)

@@ -9,7 +9,7 @@ import pytest
 from lopsided.ablation import ADDITIONS, HAP, additions_named, beliefs, fewer_rules, in_the_open
 from lopsided.capture import capture
 from lopsided.classics import STATE, data_parallel, stored_cut
-from lopsided.cluster import MEASURABLE, Cluster, Kind, Link, Measured, Part, load_cluster
+from lopsided.cluster import Cluster, Kind, Link, Measured, load_cluster
 from lopsided.collectives import Network
 from lopsided.cost import Costs, Scale, Transfer, optimizer_named
 from lopsided.errors import InputError
@@ -140,15 +140,6 @@ def test_one_switch_leaves_one_way_for_all_sizes(number: int, way: str) -> None:
                     network.best(collective, size, largest).seconds(size, largest)
                     <= asked.seconds(size, largest) + 1e-9
                 )
-
-
-def test_one_switch_is_one_among_some_devices_too() -> None:
-    where = unequal(4, 2, 1)
-    ways = tuple((collective, way, Link(1e-4, 1e9)) for collective, names in MEASURABLE.items() for way in names)
-    known = replace(where, collectives=ways, among=(Part(where.device_names[:2], ways),))
-    for belief, way in zip(beliefs(known, frozenset({"collectives"})), ("padded", "grouped"), strict=True):
-        for collective in ("all_gather", "reduce_scatter"):
-            assert Network(belief.real.only([0, 1])).best(collective, 1e6, 1.0).implementation == way
 
 
 def test_flops_alone_are_believed_and_the_rest_is_found_again() -> None:
