@@ -113,7 +113,20 @@ QUICK = (
     Subject("gpt2", "gpt2:layers=2,width=64,heads=2,seq=32,vocab=256,dropout=0,batch=16"),
     Subject("bert", "bert:layers=2,width=64,heads=2,seq=32,vocab=256,dropout=0,batch=16", sums=True),
 )
+REST_ON_GPU = (
+    Subject("mlp", "mlp:layers=6,width=2048,batch=131072", autocast="bf16"),
+    Subject("resnet50", "resnet50:width=64,image=64,batch=2048,classes=100", autocast="bf16"),
+    Subject("unet", "unet:width=64,batch=256,dropout=0", autocast="bf16"),
+    Subject("t5", "t5:layers=4,width=512,heads=8,seq=128,vocab=8192,batch=768,dropout=0", autocast="bf16"),
+)
+REST_ON_GPU_2 = (
+    Subject("mlp", "mlp:layers=6,width=2048,batch=16384"),
+    Subject("resnet50", "resnet50:width=64,image=64,batch=512,classes=100"),
+    Subject("unet", "unet:width=64,batch=96,dropout=0"),
+    Subject("t5", "t5:layers=4,width=512,heads=8,seq=128,vocab=8192,batch=96,dropout=0"),
+)
 SUBJECTS = {"lab-gpu": ON_GPU, "lab-gpu-2": ON_GPU_2}
+RESTS = {"lab-gpu": REST_ON_GPU, "lab-gpu-2": REST_ON_GPU_2}
 """Of labs that are not made of processors."""
 
 SAME_AT_FIRST, SAME_LATER = 1e-4, 1e-2
@@ -408,7 +421,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", default="", help="another file in benchmarks/results")
     options = parser.parse_args()
     spec = SPECS[options.lab]
-    listed = QUICK if options.quick else REST if options.zoo else SUBJECTS.get(spec.name, ON_CPU)
+    usual = RESTS.get(spec.name, REST) if options.zoo else SUBJECTS.get(spec.name, ON_CPU)
+    listed = QUICK if options.quick else usual
     wanted = options.models.split(",") if options.models else [subject.name for subject in listed]
     ablate = ADDITIONS if options.ablate == "all" else tuple(filter(None, options.ablate.split(",")))
     for name in ablate:

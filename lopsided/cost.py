@@ -327,10 +327,11 @@ class Costs:
         cut_at = [placement.is_shard for placement in (*rule.needs, *rule.gives)]
         wanted = _wanted(call, rule)
         gathered = _gathered(call, rule, wanted)
-        text = call_text(call.node, self.graph.values) if any(self._tables) else ""
+        hows = dict.fromkeys((rule.how, "plain")) if any(self._tables) else ()
+        texts = [call_text(call.node, self.graph.values, how) for how in hows]
         forward, backward = [], []
         for kind, table in zip(self.cluster.kinds, self._tables, strict=True):
-            measured = table.get(text)
+            measured = next((table[text] for text in texts if text in table), None)
             if measured is not None:
                 forward.append(_fraction_or_all(fitted_line(measured.forward), cut))
             else:

@@ -131,7 +131,8 @@ def _calls(run: Run, costs: Costs, schedule: Schedule, kind: int) -> Iterator[_S
     for step in plan.program.steps:
         if not step.node.operands:
             continue
-        text, cost = call_text(step.node, plan.graph.values), costs.op(step.node, step.rule)
+        cost = costs.op(step.node, step.rule)
+        text = call_text(step.node, plan.graph.values, step.rule.how)
         for backward, priced, runs in ((False, cost.forward, cost.forwards), (True, cost.backward, 1)):
             name = f"∂{step.node.name}" if backward else step.node.name
             seen = [seconds for table in medians if (seconds := table.get(name))]

@@ -366,8 +366,9 @@ def _recurrent(call: Call) -> tuple[int, Sequence[int], int]:
 # The text of a call
 
 
-def call_text(node: Node, values: Mapping[str, Value]) -> str:
-    """A call as measured tables name it: operands by dtype and shape, and the settings that shape the work.
+def call_text(node: Node, values: Mapping[str, Value], how: str = "plain") -> str:
+    """A call as measured tables name it: operands by dtype and shape, and the settings that shape the work; and by what
+    it is carried out, where that is not the op itself (`Rule.how`).
 
     Numbers that are merely computed with (a scale, an epsilon) are left out, so are defaults.
     """
@@ -388,7 +389,8 @@ def call_text(node: Node, values: Mapping[str, Value]) -> str:
         if name not in ("pin_memory", "cudnn_enable", "cudnn_enabled"):
             parts.append(f"{name}={print_arg(arg)}")
     under = f" autocast {node.context.autocast.partition(':')[2]}" if node.context.autocast else ""
-    return f"{node.op}({', '.join(parts)}){under}"
+    by = f" by {how}" if how not in ("plain", "sfb") else ""
+    return f"{node.op}({', '.join(parts)}){under}{by}"
 
 
 def _holds_tensors(arg: Arg) -> bool:

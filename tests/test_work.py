@@ -341,6 +341,8 @@ def test_the_text_of_a_call() -> None:
     assert call_text(node, values) == "aten.linear.default(f32[32, 128, 768], f32[768, 768], f32[768])"
     under = replace(node, context=Context("cuda:bf16"))
     assert call_text(under, values).endswith("f32[768]) autocast bf16")
+    assert call_text(under, values, "causal").endswith("f32[768]) autocast bf16 by causal")
+    assert call_text(node, values, "sfb") == call_text(node, values)
 
 
 def test_the_text_names_settings_that_are_not_defaults() -> None:

@@ -49,6 +49,8 @@ from lopsided.runtime.measure_links import TURNS, WAYS, Council, Fit, Talkers, f
 from lopsided.runtime.measure_load import Load, Stopwatch, Used, quota_of_processors, used_so_far
 from lopsided.runtime.measure_noise import Calm, Notice, notices, typical
 from lopsided.runtime.measure_ops import (
+    SHORTEST_ON_GPU_S,
+    SHORTEST_S,
     Job,
     Speeds,
     choose_jobs,
@@ -300,7 +302,8 @@ def _measure_devices(
     # Of several graphs none is rehearsed.
     ops_s = (part + (_REHEARSAL_PART if len(graphs) != 1 else 0.0)) * budget_s
     probed = _slowest_of_each(council, probe_calls(graphs, device, len(seats), room, _PROBE_PART * budget_s))
-    jobs, slot = choose_jobs(graphs, [seat.speeds for seat in seats], room, ops_s, probed)
+    shortest_s = SHORTEST_ON_GPU_S if all(seat.gpu for seat in seats) else SHORTEST_S
+    jobs, slot = choose_jobs(graphs, [seat.speeds for seat in seats], room, ops_s, probed, shortest_s)
     updates = [(optimizer, dtype) for dtype in _trained(graphs) for optimizer in optimizers]
     parts = 1 + _PASSES * len(jobs) + len(updates) + (len(graphs) == 1) + _link_parts(len(seats))
     progress(1, parts)
@@ -459,7 +462,7 @@ def _noticed(cluster: Cluster, devices: _Devices) -> list[Notice]:
 
 
 def _lines(cluster: Cluster, devices: _Devices) -> Iterator[Line]:
-    times = {job.distinct.text: job.distinct.times for job in devices.jobs}
+    times = {job.text: job.distinct.times for job in devices.jobs}
     for number, (kind, (first, last)) in enumerate(zip(cluster.kinds, cluster.spans, strict=True)):
         for entry in kind.measured:
             both = [points for points in (entry.forward, entry.backward) if points]

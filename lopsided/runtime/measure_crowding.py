@@ -121,7 +121,7 @@ def arranged(jobs: Sequence[Job], found: Sequence[Found], ranks: int, budget_s: 
     chosen: dict[str, Job] = {}
     for job in sorted(fitting, key=lambda job: -job.distinct.times * takes(job)):
         if len(chosen) < _CALLS:
-            chosen.setdefault(job.distinct.text, job)
+            chosen.setdefault(job.text, job)
     seconds = max([_SHORTEST_S, *map(needs, chosen.values())])
     rounds = min(max(int(longest_s / seconds), 1), _MOST_ROUNDS)
     return Turns(ranks, rounds, max(longest_s / rounds, _SHORTEST_S), tuple(chosen.values()))

@@ -47,7 +47,7 @@ _LONGEST_HEAD_START_S = 5e-3
 _CYCLES_PER_S = 2e9  # of a GPU, at the most: a head start may be longer than it need be
 _LEAST_S = 1e-6  # no kernel is shorter, and a view has none
 _ENOUGH = 0.995  # of the estimated seconds of a step is worth measuring
-_SHORTEST_S = 0.06  # a job may take
+SHORTEST_S, SHORTEST_ON_GPU_S = 0.06, 0.02  # a job may take; a GPU's own clock is steadier
 _LONGEST_S = 0.4
 _GLANCE = 4  # times smaller than an equal share is the part of a call that a glance is cast at
 _GLANCES_S = 3.0  # may be cast for, however short the time is
@@ -215,6 +215,13 @@ class Job:
     rule: Rule
     units: int
     length: int
+    as_is: bool = False  # the op itself on these units, whatever the rule makes of it
+
+    @property
+    def text(self) -> str:
+        call = self.distinct.call
+        values = {value.name: value for value in call.operands}
+        return self.distinct.text if self.as_is else call_text(call.node, values, self.rule.how)
 
     @property
     def fraction(self) -> float:
@@ -222,7 +229,7 @@ class Job:
 
     @property
     def key(self) -> tuple[str, float]:
-        return self.distinct.text, self.fraction
+        return self.text, self.fraction
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -297,9 +304,11 @@ def choose_jobs(
     memory_bytes: int,
     budget_s: float,
     probed: Mapping[str, float] | None = None,
+    shortest_s: float = SHORTEST_S,
 ) -> tuple[tuple[Job, ...], float]:
     """What to measure on every device in about so many seconds, and seconds for each; by what the slowest needs.
-    What calls take is estimated; if a glance at a small part of one took longer, it takes at least that.
+    What calls take is estimated; if a glance at a small part of one took longer, it takes at least that. No call gets
+    less than `shortest_s`.
 
     Calls are cut to fractions around shares by speed, where shares will lie. A straight line is all that is made of
     them, and from a fraction to a whole that fills another cache it would lead astray.
@@ -322,14 +331,15 @@ def choose_jobs(
         covered += distinct.times * estimate(distinct, 1 / devices)
         rule, length = _cut_of(distinct.call)
         units = sorted({min(max(round(fraction * length), 1), length) for fraction in fractions})
-        for count in units:
-            job = Job(distinct, rule, count, length)
-            needs_s = max(_SHORTEST_S, _RUNS * estimate(distinct, job.fraction))
+        # An op that talks under its rule is another matter by itself, which is what one device runs.
+        alone = [Job(distinct, rule, units[-1], length, as_is=True)] if rule.how != "plain" else []
+        for job in (*alone, *(Job(distinct, rule, count, length) for count in units)):
+            needs_s = max(shortest_s, _RUNS * estimate(distinct, job.fraction))
             # Results, gradients and what is kept between them come on top of the operands.
-            if needs_s <= min(left_s, max(budget_s / 8, _SHORTEST_S)) and 4 * job.bytes <= memory_bytes / 2:
+            if needs_s <= min(left_s, max(budget_s / 8, shortest_s)) and 4 * job.bytes <= memory_bytes / 2:
                 chosen.append(job)
                 left_s -= needs_s
-    return tuple(chosen), min(_SHORTEST_S + max(left_s, 0.0) / max(len(chosen), 1), _LONGEST_S)
+    return tuple(chosen), min(shortest_s + max(left_s, 0.0) / max(len(chosen), 1), _LONGEST_S)
 
 
 def covered(graphs: Sequence[Graph], jobs: Sequence[Job], speeds: Speeds) -> float:
@@ -476,7 +486,7 @@ def _prepared(job: Job, layouts: Layouts, device: torch.device, once: Callable[[
     leaves = tuple(t for t in tensors if t.requires_grad)
     begin = once if call.node.context.autocast else None
     local = Local(call, rule, tensors, shapes, 0, pieces, Randomness(0, 0, device))
-    if rule.how != "plain":
+    if rule.how != "plain" and not job.as_is:
         talks = entry.talks(call) if entry is not None and entry.talks is not None else ()
         implementation = next(talk.implementation for talk in talks if talk.how == rule.how)
         return _Forward(lambda: _alone(implementation(local)), begin, leaves)

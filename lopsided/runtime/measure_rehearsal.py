@@ -50,6 +50,7 @@ from lopsided.runtime.randomness import Randomness
 from lopsided.runtime.steps import Steps
 from lopsided.runtime.wire import Wire
 from lopsided.schedule import BUCKET_BYTES, Compute, Schedule, lay_out
+from lopsided.simulate import one_device
 from lopsided.timeline import run
 from lopsided.work import call_text
 
@@ -57,8 +58,9 @@ _FEWEST = 3  # steps, after one to warm up
 _ROOM = 1.2  # times what a step is predicted to hold
 _SMALLER = (1, 2, 4)
 """As if there were so many times as many devices, where a piece of the batch is too large for the memory."""
-_LEAST, _LARGEST = 0.5, 2.0
+_LEAST, _LARGEST = 0.4, 3.0
 """Beyond these, what was run is not what was priced."""
+_KNOWN = 1 / 3  # of a step, at the least: what was measured answers for the rest
 _SLOW = Link(1.0, 1e6)
 """So that no op leaves the batch's cut for one that rounds a little better."""
 _MOST_PACKING, _HALVINGS = 1e5, 30
@@ -100,7 +102,7 @@ def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | Non
             return None
         if _fits(found):
             everyone = [expected(found, rank) for rank in range(found.cluster.devices)]
-            known = all(one.measured_s > one.rest_s for one in everyone)
+            known = all(one.measured_s > _KNOWN * one.all_s for one in everyone)
             return replace(found, smaller=smaller) if known and _in_time(everyone, budget_s) else None
     return None
 
@@ -116,15 +118,20 @@ def prepared_alone(rehearsal: Rehearsal, rank: int, budget_s: float) -> Rehearsa
 
 
 def _laid_out(graph: Graph, cluster: Cluster) -> Rehearsal | None:
-    """Data parallelism with shares by speed, where nobody knows of links."""
+    """Data parallelism with shares by speed, or one device alone, where nobody knows of links."""
     cluster = replace(cluster, within=_SLOW, between=_SLOW, collectives=(), pairs=())
     speeds = [kind.speed for kind in cluster.kinds for _ in range(kind.devices)]
     shares = Shares(tuple(speed / sum(speeds) for speed in speeds))
-    costs, scale = Costs(graph, cluster, optimizer_named("sgd")), Scale(cluster, shares)
+    costs = Costs(graph, cluster, optimizer_named("sgd"))
     kinds = tuple(replace(kind, overhead_s=0.0) for kind in cluster.kinds)
     bare = Costs(graph, replace(cluster, kinds=kinds), costs.optimizer)
     try:
-        program = data_parallel(derive_rules(graph), SharePrices(costs, scale))
+        # Alone an op is itself: it has nobody to talk with.
+        program = (
+            one_device(graph)
+            if cluster.devices == 1
+            else data_parallel(derive_rules(graph), SharePrices(costs, Scale(cluster, shares)))
+        )
     except LopsidedError:
         return None
     return Rehearsal(program, cluster, shares, lay_out(program, costs), lay_out(program, bare))
@@ -168,7 +175,7 @@ def expected(rehearsal: Rehearsal, rank: int) -> Expected:
     cluster, graph = rehearsal.cluster, rehearsal.program.graph
     number = next(k for k, (start, stop) in enumerate(cluster.spans) if start <= rank < stop)
     tables = {entry.call: entry for entry in cluster.kinds[number].measured}
-    nodes = {node.name: node for node in graph.nodes}
+    steps = {step.node.name: step for step in rehearsal.program.steps}
 
     def seconds(item: Compute) -> float:
         if item.cut is None:
@@ -177,7 +184,9 @@ def expected(rehearsal: Rehearsal, rank: int) -> Expected:
         return item.seconds[number].at(rehearsal.shares.cut(length, by)[rank] / max(length, 1))
 
     def is_measured(item: Compute) -> bool:
-        entry = tables.get(call_text(nodes[item.node], graph.values))
+        step = steps[item.node]
+        found = (tables.get(call_text(step.node, graph.values, how)) for how in (step.rule.how, "plain"))
+        entry = next((one for one in found if one is not None), None)
         return entry is not None and bool(entry.backward if item.backward else entry.forward)
 
     measured_s = sum(seconds(item) for item in _passes(rehearsal.bare) if is_measured(item))

@@ -111,6 +111,43 @@ def test_calls_and_what_lies_around_them_are_told_apart() -> None:
         assert expected(around, rank).rest_s > expected(bare, rank).rest_s
 
 
+def test_a_call_that_talks_has_seconds_of_its_own() -> None:
+    """Batch norm over several devices makes more passes over its input than one device does."""
+    graph = graph_of("resnet50")
+    cluster = measured(graph)
+    kinds = []
+    for kind in cluster.kinds:
+        talking = [
+            Measured(f"{entry.call} by batch_norm", entry.forward, tuple((f, 3 * s) for f, s in entry.backward))
+            for entry in kind.measured
+            if entry.call.startswith("lopsided.batch_norm")
+        ]
+        assert talking
+        kinds.append(replace(kind, measured=(*kind.measured, *talking)))
+    plain, talks = (prepared(graph, one, 1e6) for one in (cluster, replace(cluster, kinds=tuple(kinds))))
+    assert plain is not None
+    assert talks is not None
+    alone = [prepared_alone(one, 0, 1e6) for one in (plain, talks)]
+    for rank in range(2):
+        assert expected(talks, rank).measured_s > 1.1 * expected(plain, rank).measured_s
+        assert expected(talks, rank).rest_s == pytest.approx(expected(plain, rank).rest_s)
+    assert expected(cast(Rehearsal, alone[0]), 0) == expected(cast(Rehearsal, alone[1]), 0)
+
+
+def test_a_call_that_talks_is_measured_both_ways() -> None:
+    graph = graph_of("resnet50")
+    jobs, _ = choose_jobs([graph], [Speeds((("f32", 1e9),), 1e9, 1e-6)] * 2, 2**34, 1e3)
+    norms = [job for job in jobs if job.text.startswith("lopsided.batch_norm")]
+    by_itself = {job.text for job in norms if job.as_is}
+    assert by_itself
+    assert {job.text for job in norms if not job.as_is} == {f"{text} by batch_norm" for text in by_itself}
+    layouts = measure_ops.layouts_of(graph)
+    for job in (next(job for job in norms if job.as_is), next(job for job in norms if not job.as_is)):
+        there, back = measure_ops.run_job(job, layouts, CPU, 0.0)
+        assert min(there) > 0
+        assert min(back) > 0
+
+
 def test_estimates_stay() -> None:
     """A call that nobody measured is among the rest."""
     graph = graph_of("mlp")
@@ -125,7 +162,7 @@ def test_estimates_stay() -> None:
 
 def test_a_ratio_beyond_belief_is_none() -> None:
     assert ratio_of(Expected(1.0, 0.5), 1.6) == pytest.approx(1.1)
-    assert ratio_of(Expected(1.0, 0.5), 3.0) is None
+    assert ratio_of(Expected(1.0, 0.5), 4.0) is None
     assert ratio_of(Expected(1.0, 0.5), 0.6) is None
 
 
@@ -207,6 +244,8 @@ def test_alone_a_device_has_the_whole_batch_and_nobody_to_ask() -> None:
         assert isinstance(one, Rehearsal)
         assert one.kind_of(0).name == rehearsal.kind_of(rank).name
         assert one.shares.work == (1.0,)
+        assert not one.schedule.transfers
+        assert {step.rule.how for step in one.program.steps} == {"plain"}
         assert expected(one, 0).all_s > expected(rehearsal, rank).all_s
         assert step_seconds(one, 0, CPU, 0.0, time.perf_counter) is not None
         assert prepared_alone(one, 0, 1e6) is None
