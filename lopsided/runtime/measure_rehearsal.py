@@ -58,7 +58,7 @@ _FEWEST = 3  # steps, after one to warm up
 _ROOM = 1.2  # times what a step is predicted to hold
 _SMALLER = (1, 2, 4)
 """As if there were so many times as many devices, where a piece of the batch is too large for the memory."""
-_LEAST, _LARGEST = 0.4, 3.0
+_LEAST, _LARGEST = 0.25, 8.0
 """Beyond these, what was run is not what was priced."""
 _KNOWN = 1 / 3  # of a step, at the least: what was measured answers for the rest
 _SLOW = Link(1.0, 1e6)

@@ -162,7 +162,7 @@ def test_estimates_stay() -> None:
 
 def test_a_ratio_beyond_belief_is_none() -> None:
     assert ratio_of(Expected(1.0, 0.5), 1.6) == pytest.approx(1.1)
-    assert ratio_of(Expected(1.0, 0.5), 4.0) is None
+    assert ratio_of(Expected(1.0, 0.5), 9.0) is None
     assert ratio_of(Expected(1.0, 0.5), 0.6) is None
 
 
