@@ -41,7 +41,7 @@ WHY = {
     "lab-cpu-2link": "as on `lab-cpu`.",
 }
 """What is known of the reasons, by lab; printed only where a goal is missed."""
-NOTE = "<!-- Written by `make figures` from benchmarks/results; edit benchmarks/figures.py instead. -->\n"
+NOTE = "<!-- Written by `make figures` from benchmarks/results; edit benchmarks/page.py instead. -->\n"
 
 
 def _ms(seconds: float) -> str:

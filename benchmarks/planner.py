@@ -30,7 +30,8 @@ import torch
 from lopsided import LopsidedError, capture, derive_rules, models, zoo
 from lopsided.candidates import Limits, Workshop
 from lopsided.classics import data_parallel
-from lopsided.cluster import Cluster, load_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.cost import Costs, Scale, conversion, optimizer_named
 from lopsided.plan import Plan
 from lopsided.planner import plan_graph, stores_of

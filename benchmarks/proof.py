@@ -40,7 +40,8 @@ from race import SCRIPT, Pace, Race
 from lopsided.ablation import ADDITIONS, HAP, additions_named
 from lopsided.candidates import speed_dtype
 from lopsided.capture import capture
-from lopsided.cluster import Cluster, parse_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import parse_cluster
 from lopsided.cost import Costs, Scale, optimizer_named
 from lopsided.placement import cut
 from lopsided.plan import Plan

@@ -10,7 +10,8 @@ The line, each room importing only from rooms before it (docs/index.md):
 """
 
 from lopsided.capture import capture
-from lopsided.cluster import Cluster, load_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.errors import LopsidedError
 from lopsided.graph import Graph, parse_graph
 from lopsided.placement import Placement, Shares

@@ -16,7 +16,8 @@ from rich.markup import escape
 
 from lopsided.ablation import ADDITIONS, HAP, additions_named
 from lopsided.classics import batch_size
-from lopsided.cluster import Cluster, load_cluster, preset_names
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import load_cluster, preset_names
 from lopsided.cost import optimizer_named
 from lopsided.devices import shown
 from lopsided.errors import ClusterError, InputError, PlanError, RunError

@@ -84,7 +84,7 @@ _Ways = dict[tuple[str, str], Way]
 class Network:
     """The prices of a cluster's collectives. Nothing here grows with the number of devices.
 
-    >>> from lopsided.cluster import load_cluster
+    >>> from lopsided.clusterfile import load_cluster
     >>> network = Network(load_cluster("hap-64"))
     >>> [network.best("all_gather", 2**30, largest).implementation for largest in (1.0, 30.0)]
     ['padded', 'grouped']

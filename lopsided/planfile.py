@@ -26,7 +26,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
-from lopsided.cluster import Cluster, parse_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import parse_cluster
 from lopsided.cost import optimizer_named
 from lopsided.devices import shown
 from lopsided.errors import LopsidedError, PlanError

@@ -22,7 +22,8 @@ from lopsided.ablation import ADDITIONS, DEVICES, SEGMENTS, Belief, additions_na
 from lopsided.candidates import Candidate, Limits, Workshop
 from lopsided.capture import LossFn, capture
 from lopsided.classics import STATE, stored_so
-from lopsided.cluster import Cluster, load_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.cost import Costs, Scale, optimizer_named
 from lopsided.errors import InputError, PlanError, ProgramError
 from lopsided.graph import Graph, Leaf, Node

@@ -10,16 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lopsided.cluster import (
-    MEASURABLE,
-    Cluster,
-    Kind,
-    Link,
-    Measured,
-    load_cluster,
-    parse_cluster,
-    preset_names,
-)
+from lopsided.cluster import MEASURABLE, Cluster, Kind, Link, Measured
+from lopsided.clusterfile import load_cluster, parse_cluster, preset_names
 from lopsided.errors import ClusterError
 
 SMALL = """

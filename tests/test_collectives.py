@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopsided.cluster import MEASURABLE, Cluster, Kind, Link, load_cluster, preset_names
+from lopsided.cluster import MEASURABLE, Cluster, Kind, Link
+from lopsided.clusterfile import load_cluster, preset_names
 from lopsided.collectives import COLLECTIVES, GROUPED, Network, Way
 from lopsided.errors import ClusterError
 

@@ -10,7 +10,8 @@ import pytest
 
 from lopsided import zoo
 from lopsided.capture import capture
-from lopsided.cluster import Cluster, parse_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import parse_cluster
 from lopsided.collectives import Network
 from lopsided.confront import confront, fraction_of
 from lopsided.cost import Costs, optimizer_named, update_call

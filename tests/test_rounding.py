@@ -24,7 +24,8 @@ from schedules_by_hand import (
 )
 
 from lopsided import timeline
-from lopsided.cluster import Cluster, load_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.collectives import Network, Way
 from lopsided.cost import Cut, Scale
 from lopsided.errors import DoesNotFitError

@@ -30,7 +30,8 @@ from schedules_by_hand import (
     work,
 )
 
-from lopsided.cluster import Cluster, load_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.collectives import Network, Way
 from lopsided.errors import DoesNotFitError, LopsidedError, SharesError
 from lopsided.memory import Holding

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster import Cluster, load_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.errors import PlanError, WorldError
 from lopsided.graph import Graph
 from lopsided.placement import Placement, Shares

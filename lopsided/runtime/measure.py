@@ -23,7 +23,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster import Cluster, parse_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import parse_cluster
 from lopsided.collectives import Network
 from lopsided.cost import fitted_line, update_call
 from lopsided.devices import Kind, Link, Points

@@ -26,7 +26,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster import MOST_BYTES_OF_A_FILE, Cluster, parse_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import MOST_BYTES_OF_A_FILE, parse_cluster
 from lopsided.collectives import Network
 from lopsided.errors import LopsidedError
 from lopsided.graph import Graph

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from lopsided.capture import flatten_batch
 from lopsided.classics import STATE, data_parallel, stored_cut
-from lopsided.cluster import Cluster, Kind, Link, parse_cluster
+from lopsided.cluster import Cluster, Kind, Link
+from lopsided.clusterfile import parse_cluster
 from lopsided.cost import Costs, Scale, optimizer_named
 from lopsided.errors import ModelError, PlanError
 from lopsided.graph import DTYPES, Graph, parse_graph

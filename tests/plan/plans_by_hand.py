@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lopsided.capture import capture
-from lopsided.cluster import Cluster, parse_cluster
+from lopsided.cluster import Cluster
+from lopsided.clusterfile import parse_cluster
 from lopsided.graph import Graph
 from lopsided.placement import Shares
 from lopsided.plan import Baseline, Plan, SearchReport

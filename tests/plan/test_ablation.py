@@ -9,7 +9,8 @@ import pytest
 from lopsided.ablation import ADDITIONS, HAP, additions_named, beliefs, fewer_rules, in_the_open
 from lopsided.capture import capture
 from lopsided.classics import STATE, data_parallel, stored_cut
-from lopsided.cluster import Cluster, Kind, Link, Measured, load_cluster
+from lopsided.cluster import Cluster, Kind, Link, Measured
+from lopsided.clusterfile import load_cluster
 from lopsided.collectives import Network
 from lopsided.cost import Costs, Scale, Transfer, optimizer_named
 from lopsided.errors import InputError

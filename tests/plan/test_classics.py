@@ -8,7 +8,7 @@ import torch
 from lopsided import zoo
 from lopsided.capture import capture
 from lopsided.classics import batch_dims, batch_size, data_parallel, leaves_batch_whole, stored_cut
-from lopsided.cluster import load_cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.cost import Costs, Scale, optimizer_named
 from lopsided.graph import Graph
 from lopsided.models import load

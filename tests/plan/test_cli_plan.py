@@ -19,7 +19,7 @@ from plans_by_hand import DATA_PARALLEL, SHARES, ZERO, plan_of
 from lopsided import cli
 from lopsided.cli import main
 from lopsided.cli_plan import plan_json
-from lopsided.cluster import parse_cluster, preset_names
+from lopsided.clusterfile import parse_cluster, preset_names
 from lopsided.errors import PlanError
 from lopsided.placement import Shares
 from lopsided.plan import Plan

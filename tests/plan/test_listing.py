@@ -15,7 +15,7 @@ from plans_by_hand import DATA_PARALLEL, SHARES, ZERO, cluster, graph, plan_of
 from lopsided import listing as module
 from lopsided.capture import capture
 from lopsided.classics import data_parallel, stored_cut
-from lopsided.cluster import load_cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.cost import Costs, Scale, optimizer_named
 from lopsided.listing import (
     Repeat,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans_by_hand import DATA_PARALLEL, SHARES, ZERO, graph, plan_of
 
-from lopsided.cluster import load_cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.errors import PlanError
 from lopsided.jsonfile import check_writable
 from lopsided.models import load

@@ -14,7 +14,8 @@ from lopsided import zoo
 from lopsided.candidates import MEMORY_IN_USE, Limits, Workshop
 from lopsided.capture import capture
 from lopsided.classics import data_parallel, stored_cut
-from lopsided.cluster import Cluster, Kind, Link, load_cluster
+from lopsided.cluster import Cluster, Kind, Link
+from lopsided.clusterfile import load_cluster
 from lopsided.cost import Scale, optimizer_named
 from lopsided.errors import DoesNotFitError, InputError, PlanError
 from lopsided.graph import Graph

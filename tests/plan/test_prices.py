@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lopsided.capture import capture
-from lopsided.cluster import load_cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.cost import Costs, Scale, conversion, optimizer_named, transfer_s
 from lopsided.graph import Graph, Leaf
 from lopsided.placement import I, P, R, S, Shares

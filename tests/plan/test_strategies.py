@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from lopsided import models
 from lopsided.candidates import MEMORY_IN_USE
 from lopsided.capture import capture
-from lopsided.cluster import Cluster, Kind, Link, load_cluster
+from lopsided.cluster import Cluster, Kind, Link
+from lopsided.clusterfile import load_cluster
 from lopsided.cost import Costs, Scale, Transfer, optimizer_named
 from lopsided.graph import Graph, Leaf, Node
 from lopsided.notation import Rule

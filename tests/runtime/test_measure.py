@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lopsided import zoo
 from lopsided.capture import capture
-from lopsided.cluster import parse_cluster
+from lopsided.clusterfile import parse_cluster
 from lopsided.cost import Costs, optimizer_named, update_call
 from lopsided.errors import InputError
 from lopsided.graph import Graph

@@ -12,7 +12,7 @@ import torch
 
 from lopsided import zoo
 from lopsided.capture import capture
-from lopsided.cluster import parse_cluster
+from lopsided.clusterfile import parse_cluster
 from lopsided.graph import Graph
 from lopsided.processes import Crew
 from lopsided.runtime import measure_cache as room

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lopsided.cli import app
-from lopsided.cluster import load_cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.cost import update_call
 from lopsided.devices import Link
 from lopsided.errors import InputError

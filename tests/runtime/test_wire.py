@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lopsided.cluster import load_cluster
+from lopsided.clusterfile import load_cluster
 from lopsided.collectives import Network
 from lopsided.errors import ClusterError, RankError, WorldError
 from lopsided.processes import Crew

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster import Cluster, Kind, Link, load_cluster
+from lopsided.cluster import Cluster, Kind, Link
+from lopsided.clusterfile import load_cluster
 from lopsided.errors import WorldError
 from lopsided.parts import parts, single_devices
 from lopsided.processes import Crew
