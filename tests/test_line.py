@@ -17,6 +17,7 @@ ORDER = (
     "devices",
     "jsonfile",
     "cluster",
+    "clusterfile",
     "parts",
     "collectives",
     "placement",
