@@ -67,11 +67,16 @@ def _table(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> Iterato
 
 
 def short(text: str, width: int) -> str:
+    """What a call is carried out by stays.
+
+    >>> short("aten.linear.default(f32[32, 768])", 20), short("lopsided.batch_norm.default(f32[4]) by batch_norm", 30)
+    ('aten.linear.default…', 'lopsided.batch_… by batch_norm')
     """
-    >>> short("aten.linear.default(f32[32, 768])", 20)
-    'aten.linear.default…'
-    """
-    return text if len(text) <= width else text[: width - 1] + "…"
+    if len(text) <= width:
+        return text
+    _, by, how = text.rpartition(" by ")
+    end = f"… {by.strip()} {how}" if by and len(how) < width // 2 else "…"
+    return text[: width - len(end)] + end
 
 
 # Devices
