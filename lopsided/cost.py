@@ -39,7 +39,7 @@ from lopsided.ops.op import Call
 from lopsided.placement import AnyShares, I, Placement, Shares
 from lopsided.recompute import reruns
 from lopsided.rules import describe_call
-from lopsided.work import Work, call_text, exchanges, work_of
+from lopsided.work import Work, call_texts, exchanges, work_of
 
 Cut = tuple[str, int]
 """An index that is cut: the name of the shares that cut it ("" for work), and its length in units."""
@@ -327,8 +327,7 @@ class Costs:
         cut_at = [placement.is_shard for placement in (*rule.needs, *rule.gives)]
         wanted = _wanted(call, rule)
         gathered = _gathered(call, rule, wanted)
-        hows = dict.fromkeys((rule.how, "plain")) if any(self._tables) else ()
-        texts = [call_text(call.node, self.graph.values, how) for how in hows]
+        texts = call_texts(call.node, self.graph.values, rule.how) if any(self._tables) else ()
         forward, backward = [], []
         for kind, table in zip(self.cluster.kinds, self._tables, strict=True):
             measured = next((table[text] for text in texts if text in table), None)

@@ -389,8 +389,18 @@ def call_text(node: Node, values: Mapping[str, Value], how: str = "plain") -> st
         if name not in ("pin_memory", "cudnn_enable", "cudnn_enabled"):
             parts.append(f"{name}={print_arg(arg)}")
     under = f" autocast {node.context.autocast.partition(':')[2]}" if node.context.autocast else ""
-    by = f" by {how}" if how not in ("plain", "sfb") else ""
-    return f"{node.op}({', '.join(parts)}){under}{by}"
+    return carried_out(f"{node.op}({', '.join(parts)}){under}", how)
+
+
+def carried_out(text: str, how: str) -> str:
+    """The text of a call that is carried out so."""
+    return text if how in ("plain", "sfb") else f"{text} by {how}"
+
+
+def call_texts(node: Node, values: Mapping[str, Value], how: str) -> tuple[str, ...]:
+    """The names under which a table may have what a call takes, the nearest first: the op alone will do."""
+    text = call_text(node, values)
+    return tuple(dict.fromkeys((carried_out(text, how), text)))
 
 
 def _holds_tensors(arg: Arg) -> bool:

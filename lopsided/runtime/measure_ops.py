@@ -35,7 +35,7 @@ from lopsided.rules import call_rules, describe_call
 from lopsided.runtime.measure_load import Stopwatch, wait_for
 from lopsided.runtime.measure_noise import typical
 from lopsided.runtime.randomness import Randomness
-from lopsided.work import Work, call_text, is_product, work_of
+from lopsided.work import Work, call_text, carried_out, is_product, work_of
 
 Layouts = Mapping[str, tuple[int, ...]]
 """The dims of a value, the one with the largest stride first."""
@@ -219,9 +219,7 @@ class Job:
 
     @property
     def text(self) -> str:
-        call = self.distinct.call
-        values = {value.name: value for value in call.operands}
-        return self.distinct.text if self.as_is else call_text(call.node, values, self.rule.how)
+        return self.distinct.text if self.as_is else carried_out(self.distinct.text, self.rule.how)
 
     @property
     def fraction(self) -> float:

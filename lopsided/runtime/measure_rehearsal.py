@@ -39,7 +39,7 @@ from lopsided.ops.op import Call
 from lopsided.placement import Placement, Shares, pieces_of
 from lopsided.prices import SharePrices
 from lopsided.program import Program
-from lopsided.rules import derive_rules
+from lopsided.rules import RuleBook, derive_rules
 from lopsided.runtime.echo import Echo
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.gradients import Gradients
@@ -52,7 +52,7 @@ from lopsided.runtime.wire import Wire
 from lopsided.schedule import BUCKET_BYTES, Compute, Schedule, lay_out
 from lopsided.simulate import one_device
 from lopsided.timeline import run
-from lopsided.work import call_text
+from lopsided.work import call_texts
 
 _FEWEST = 3  # steps, after one to warm up
 _ROOM = 1.2  # times what a step is predicted to hold
@@ -72,6 +72,7 @@ _LOOKUPS = ("embedding", "gather", "index", "scatter", "take_along_dim", "one_ho
 class Rehearsal:
     """Data parallelism on a cluster, with shares by speed; in time as it is, and as if nothing lay around calls."""
 
+    book: RuleBook
     program: Program
     cluster: Cluster
     shares: Shares
@@ -80,12 +81,12 @@ class Rehearsal:
     bucket_bytes: int = BUCKET_BYTES
     smaller: int = 1  # device k of the cluster that was measured is device k · smaller of this one
 
+    def number_of(self, rank: int) -> int:
+        """That of a device's kind."""
+        return next(k for k, (start, stop) in enumerate(self.cluster.spans) if start <= rank < stop)
+
     def kind_of(self, rank: int) -> Kind:
-        return next(
-            kind
-            for kind, (start, stop) in zip(self.cluster.kinds, self.cluster.spans, strict=True)
-            if start <= rank < stop
-        )
+        return self.cluster.kinds[self.number_of(rank)]
 
 
 def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | None:
@@ -95,9 +96,13 @@ def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | Non
     """
     if not all(kind.measured for kind in cluster.kinds):
         return None
+    try:
+        book = derive_rules(graph)
+    except LopsidedError:
+        return None
     for smaller in _SMALLER:
         kinds = tuple(replace(kind, count=smaller * kind.count) for kind in cluster.kinds)
-        found = _laid_out(graph, replace(cluster, kinds=kinds))
+        found = _laid_out(book, replace(cluster, kinds=kinds))
         if found is None or not all(_has_some(found, rank) for rank in range(found.cluster.devices)):
             return None
         if _fits(found):
@@ -113,12 +118,13 @@ def prepared_alone(rehearsal: Rehearsal, rank: int, budget_s: float) -> Rehearsa
         return None
     kind = rehearsal.kind_of(rank)
     alone = replace(rehearsal.cluster, kinds=(replace(kind, nodes=1, count=1),))
-    found = _laid_out(rehearsal.program.graph, alone)
+    found = _laid_out(rehearsal.book, alone)
     return found if found is not None and _fits(found) and _in_time([expected(found, 0)], budget_s) else None
 
 
-def _laid_out(graph: Graph, cluster: Cluster) -> Rehearsal | None:
+def _laid_out(book: RuleBook, cluster: Cluster) -> Rehearsal | None:
     """Data parallelism with shares by speed, or one device alone, where nobody knows of links."""
+    graph = book.graph
     cluster = replace(cluster, within=_SLOW, between=_SLOW, collectives=(), pairs=())
     speeds = [kind.speed for kind in cluster.kinds for _ in range(kind.devices)]
     shares = Shares(tuple(speed / sum(speeds) for speed in speeds))
@@ -130,11 +136,11 @@ def _laid_out(graph: Graph, cluster: Cluster) -> Rehearsal | None:
         program = (
             one_device(graph)
             if cluster.devices == 1
-            else data_parallel(derive_rules(graph), SharePrices(costs, Scale(cluster, shares)))
+            else data_parallel(book, SharePrices(costs, Scale(cluster, shares)))
         )
     except LopsidedError:
         return None
-    return Rehearsal(program, cluster, shares, lay_out(program, costs), lay_out(program, bare))
+    return Rehearsal(book, program, cluster, shares, lay_out(program, costs), lay_out(program, bare))
 
 
 def _fits(rehearsal: Rehearsal) -> bool:
@@ -173,7 +179,7 @@ class Expected:
 
 def expected(rehearsal: Rehearsal, rank: int) -> Expected:
     cluster, graph = rehearsal.cluster, rehearsal.program.graph
-    number = next(k for k, (start, stop) in enumerate(cluster.spans) if start <= rank < stop)
+    number = rehearsal.number_of(rank)
     tables = {entry.call: entry for entry in cluster.kinds[number].measured}
     steps = {step.node.name: step for step in rehearsal.program.steps}
 
@@ -185,8 +191,8 @@ def expected(rehearsal: Rehearsal, rank: int) -> Expected:
 
     def is_measured(item: Compute) -> bool:
         step = steps[item.node]
-        found = (tables.get(call_text(step.node, graph.values, how)) for how in (step.rule.how, "plain"))
-        entry = next((one for one in found if one is not None), None)
+        texts = call_texts(step.node, graph.values, step.rule.how)
+        entry = next((tables[text] for text in texts if text in tables), None)
         return entry is not None and bool(entry.backward if item.backward else entry.forward)
 
     measured_s = sum(seconds(item) for item in _passes(rehearsal.bare) if is_measured(item))
