@@ -10,6 +10,8 @@ ablation-LAB.json, in which plans alone compete, and plain data parallelism). Fo
 
     profile   in the lab, at the lab's speeds (`race.py`)
     plan      outside of it, at full speed: Lopsided, HAP (every addition left out), and what `--ablate` asks for
+    try       in the lab, what `parallelize(tries=...)` does: of up to `--tries` of our plans the one that is quickest
+              over some steps, before anyone races (not with `--ablate`, where plans are compared as they are planned)
     race      in the lab, all contestants in the same processes (`race.py`). A step takes as long as its slowest rank
 
 Losses are compared step by step: a contestant that does not train the same model is marked, and its times do not count.
@@ -45,12 +47,13 @@ from lopsided.clusterfile import parse_cluster
 from lopsided.cost import Costs, Scale, optimizer_named
 from lopsided.placement import cut
 from lopsided.plan import Plan
-from lopsided.planfile import save_plan
-from lopsided.planner import plan_graph
+from lopsided.planfile import parse_plan, save_plan
+from lopsided.planner import plan_graph, plan_rivals
 from lopsided.rules import derive_rules
 from lopsided.timeline import NETWORK, Timeline, run
 
 OURS = "lopsided"
+RIVAL = "rival-"
 BASELINES = ("dp-ev", "dp-cp", "fsdp2", "deepspeed-1", "deepspeed-3")
 CONTESTANTS = (*BASELINES, HAP, OURS, "alone")
 PREDICTED_AS = {"dp-ev": "dp-ev", "dp-cp": "dp-cp", "fsdp2": "fsdp", "deepspeed-3": "fsdp", "alone": "single"}
@@ -162,11 +165,16 @@ def races_in(
         measured = {one.name: json.loads((folder / f"{one.name}-cluster.json").read_text()) for one, _ in subjects}
         jobs = [(parse_cluster(measured[one.name]["toml"], "measured"), make, device) for one, make in subjects]
         ready = {}
-        for (subject, _), (cluster, plans, planning_s) in zip(subjects, _planned(jobs), strict=True):
+        made = {one.name: planned for (one, _), planned in zip(subjects, _planned(jobs), strict=True)}
+        planned = time.perf_counter()
+        tried, trouble_trying = _tried(lab, folder, {name: plans for name, (_, plans, _) in made.items()}, pace)
+        trouble += trouble_trying
+        for subject, _ in subjects:
+            cluster, plans, planning_s = made[subject.name]
             entries = tuple(entries_for(subject, plans, who, cluster, folder))
             (folder / f"{subject.name}-race.json").write_text(Race(subject, entries, pace).text())
             ready[subject.name] = cluster, plans, entries, planning_s
-        planned = time.perf_counter()
+        tried_at = time.perf_counter()
         trouble += _in_the_lab(lab, [str(SCRIPT), "race", str(folder)], pace) if subjects else ""
         ended = time.perf_counter()
         for subject, _ in subjects:
@@ -177,16 +185,49 @@ def races_in(
             ranks = [json.loads((folder / name).read_text()) for name in names]
             row = told_of(subject, cluster, plans, entries, ranks)
             row["measurement"] = measured[subject.name]
+            row["tried"] = tried.get(subject.name, [])
             row["took_s"] = {
                 "profile": (profiled - started) / len(subjects),
                 "plan": planning_s,
-                "race": (ended - planned) / len(subjects),
+                "try": (tried_at - planned) / len(subjects),
+                "race": (ended - tried_at) / len(subjects),
                 "all": (ended - started) / len(subjects),
                 **ranks[0]["took_s"],
             }
             yield subject, row
     if trouble:
         raise SystemExit(trouble)
+
+
+def _tried(
+    lab: Lab, folder: Path, made: dict[str, dict[str, Plan]], pace: Pace
+) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """Of each model, what its rivals were predicted to take and took, and what went wrong. The quickest becomes ours;
+    rivals leave the plans."""
+    rivals: dict[str, list[Plan]] = {}
+    for name, plans in made.items():
+        listed = [plans[OURS], *(plans.pop(key) for key in [*plans] if key.startswith(RIVAL))]
+        if len(listed) > 1:
+            rivals[name] = listed
+            for number, plan in enumerate(listed):
+                save_plan(plan, str(folder / f"{name}-rival-{number}.json"))
+    trouble = _in_the_lab(lab, [str(SCRIPT), "try", str(folder)], pace) if rivals else ""
+    found = {}
+    for name, listed in rivals.items():
+        path = folder / f"{name}-tried.json"
+        if path.is_file():
+            told = json.loads(path.read_text())
+            made[name][OURS] = taken = parse_plan(told["plan"])
+            found[name] = [
+                {
+                    "predicted_s": plan.step_s,
+                    "tried_s": seconds,
+                    "devices": plan.on.devices,
+                    "taken": str(plan.program) == str(taken.program) and plan.shares == taken.shares,
+                }
+                for plan, seconds in zip(listed, told["seconds"], strict=True)
+            ]
+    return found, trouble
 
 
 _Job = tuple[Cluster, Made, torch.device]
@@ -220,13 +261,16 @@ def _in_the_lab(lab: Lab, script: Sequence[str], pace: Pace) -> str:
 
 
 def plans_for(
-    subject: Subject, who: Sequence[str], ablate: Sequence[str], cluster: Cluster, device: torch.device
+    subject: Subject, who: Sequence[str], ablate: Sequence[str], cluster: Cluster, device: torch.device, tries: int = 1
 ) -> Iterator[tuple[str, Plan]]:
     """Ours first, always: what others are predicted to take is told by it."""
     with subject.casting(device):
         graph = capture(*subject.built(device))
     book = derive_rules(graph)
-    yield OURS, plan_graph(graph, cluster, book=book)
+    ours, *rivals = plan_rivals(graph, cluster, tries, book=book)
+    yield OURS, ours
+    for number, rival in enumerate(rivals):
+        yield f"{RIVAL}{number}", rival
     if HAP in who:
         yield HAP, plan_graph(graph, cluster, book=book, without=(HAP,))
     for name in ablate:
@@ -402,6 +446,10 @@ def said(lab: str, model: str, row: dict[str, Any]) -> str:
         faster = f" {slowest / one['measured_s']:.2f}× dp-ev" if slowest else ""
         uses = f", {len(one['devices'])} devices" if "devices" in one else ""
         lines.append(f"  {name:<18}{one['measured_s'] * 1e3:7.0f} ms{faster}{error}{uses}{wrong}")
+    for one in row.get("tried", ()):
+        seconds = f"{one['tried_s'] * 1e3:7.0f} ms" if one["tried_s"] is not None else "did not run"
+        told = f"predicted {one['predicted_s'] * 1e3:.0f} ms, {one['devices']} devices"
+        lines.append(f"  {'tried':<18}{seconds}, {told}{', taken' if one['taken'] else ''}")
     lines += [f"  {n:<18}the same plan as {c['same_as']}" for n, c in row["contestants"].items() if "same_as" in c]
     lines += [f"  {n:<18}unavailable: {c['unavailable']}" for n, c in row["contestants"].items() if "unavailable" in c]
     return "\n".join(lines)
@@ -414,6 +462,7 @@ def main() -> None:
     parser.add_argument("--contestants", default="", help=f"some of {', '.join(CONTESTANTS)}, with commas between")
     parser.add_argument("--ablate", default="", help="additions, with commas between (several at once with +), or all")
     parser.add_argument("--zoo", action="store_true", help="the rest of the zoo, planned and alone, into zoo-LAB.json")
+    parser.add_argument("--tries", type=int, default=3, help="of our plans; the quickest races")
     parser.add_argument("--steps", type=int, default=1, help="in a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--measure", type=float, default=12.0, metavar="SECONDS")
@@ -444,7 +493,8 @@ def main() -> None:
         if not lab.is_whole and not options.quick:
             parser.error("hosts without shares and links prove nothing (is this root?); --quick tries the script")
         subjects = {one.name: one for one in listed}
-        racing = [(subjects[name], partial(plans_for, subjects[name], who, ablate)) for name in wanted]
+        tries = 1 if ablate or options.quick else options.tries
+        racing = [(subjects[name], partial(plans_for, subjects[name], who, ablate, tries=tries)) for name in wanted]
         # To start processes takes longer than a race on a GPU. Hosts with a quota are given it once in their life.
         groups = [racing] if spec.kind == "gpu" else [[one] for one in racing]
         for subject, row in (told for group in groups for told in races_in(lab, group, who, pace)):

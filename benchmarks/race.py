@@ -1,12 +1,15 @@
-"""Inside the lab, one process a host: models are profiled, and contestants race.
+"""Inside the lab, one process a host: models are profiled, plans are tried, and contestants race.
 
 torchrun ... benchmarks/race.py profile FOLDER --measure SECONDS
+torchrun ... benchmarks/race.py try FOLDER
 torchrun ... benchmarks/race.py race FOLDER
 
-In: a folder with subjects.json, and for a race with MODEL-race.json, a `Race` each. Out: in the same folder
-MODEL-cluster.json, what was measured, or of every rank MODEL-rank-RANK.json, what it saw. Started by `proof.py`.
+In: a folder with subjects.json, to try with MODEL-rival-NUMBER.json, plans, and for a race with MODEL-race.json, a
+`Race` each. Out: in the same folder MODEL-cluster.json, what was measured, MODEL-tried.json, the quickest plan, or of
+every rank MODEL-rank-RANK.json, what it saw. Started by `proof.py`.
 
     profile   at the lab's speeds: `take_measurement`, all hosts at once
+    try       at the lab's speeds: `runtime.rivals.quickest`, as `parallelize(tries=...)` does it
     race      all contestants are set up in the same processes, at full speed; then hosts get their shares,
               everyone warms up, and rounds follow in which each trains some steps, in an order shuffled anew
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import random
 import sys
@@ -29,7 +33,9 @@ from contestants import Contestant, Entry, Subject, enter
 from lab import start_line
 
 from lopsided.capture import capture
+from lopsided.planfile import load_plan, plan_text
 from lopsided.runtime.measure import take_measurement
+from lopsided.runtime.rivals import quickest
 from lopsided.runtime.world import begin
 
 SCRIPT = Path(__file__).resolve()
@@ -90,6 +96,27 @@ def profile_rank(folder: Path, budget_s: float) -> None:
             (folder / f"{subject.name}-cluster.json").write_text(json.dumps(told))
         _tidy(device)
     _leave()
+
+
+def try_ranks(folder: Path) -> None:
+    """Of each model's plans the quickest, as `parallelize(tries=...)` takes it; rank 0 writes down what they took."""
+    device = begin()
+    torch.set_num_threads(1)
+    for subject in read_subjects(folder):
+        plans = [load_plan(path) for path in rival_files(folder, subject)]
+        if len(plans) > 1:
+            start_line(dist.get_rank())
+            chosen, seconds = quickest(plans, device)
+            if dist.get_rank() == 0:
+                told = {"plan": plan_text(chosen), "seconds": [s if math.isfinite(s) else None for s in seconds]}
+                (folder / f"{subject.name}-tried.json").write_text(json.dumps(told))
+        _tidy(device)
+    _leave()
+
+
+def rival_files(folder: Path, subject: Subject) -> list[Path]:
+    """The plans of a model that compete, the planner's own choice first."""
+    return sorted(folder.glob(f"{subject.name}-rival-*.json"))
 
 
 def race_ranks(folder: Path) -> None:
@@ -215,12 +242,14 @@ def _leave() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("profile", "race"))
+    parser.add_argument("what", choices=("profile", "try", "race"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--measure", type=float, default=12.0, metavar="SECONDS", help="for a profile")
     options = parser.parse_args()
     if options.what == "profile":
         profile_rank(options.folder, options.measure)
+    elif options.what == "try":
+        try_ranks(options.folder)
     else:
         race_ranks(options.folder)
 

@@ -49,6 +49,10 @@ _ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
 _REMEMBERED = 8  # programs laid out
 _BUCKETS = tuple(size * 2**20 for size in (16, 8, 4, 2, 1))  # beside what everyone sends at a time
 _BETTER = 1 - 1e-3  # by less than this, another pair is not worth the change
+_NEAR = 1.25  # times the best predicted step: what is further off is not worth a try
+
+
+Sort = tuple[int, frozenset[tuple[bool, bool]]]
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,13 @@ class Candidate:
     @property
     def step_s(self) -> float:
         return self.timeline.step_s
+
+    @property
+    def sort(self) -> Sort:
+        """What is told apart where plans are tried: on how many devices, and how parameters are stored."""
+        stored = dict(self.program.leaves)
+        ways = [stored[leaf.value.name] for leaf in self.program.graph.parameters]
+        return self.on.devices, frozenset((way.is_shard, way.by == STATE) for way in ways)
 
     def beats(self, other: Candidate | None) -> bool:
         if other is None or not self.fits:
@@ -176,6 +187,7 @@ class Workshop:
         self.dtype = speed_dtype(graph)
         self.trained = {leaf.value.name for leaf in graph.parameters if leaf.value.grad}
         self.best: Candidate | None = None
+        self.of_sort: dict[Sort, Candidate] = {}  # the best of each
         self.memory_price, self.regather = 0.0, False  # at which the last search that was short of memory ended
         self.bucket_bytes = BUCKET_BYTES
         self.tried: list[Candidate] = []  # until one fits
@@ -240,6 +252,8 @@ class Workshop:
         may_be_chosen = on.devices >= self.fewest_devices and self.limits.respected_by(program)
         if candidate.beats(self.best) and may_be_chosen:
             self.best = candidate
+        if may_be_chosen and candidate.beats(self.of_sort.get(candidate.sort)):
+            self.of_sort[candidate.sort] = candidate
         if self.best is None and may_be_chosen:
             self.tried.append(candidate)
         return candidate
@@ -299,6 +313,15 @@ class Workshop:
         # Not what anyone has, but what the classics could be with the right shares.
         self.plain = (("dp balanced", program, False), ("zero balanced", cut, False), ("zero balanced", cut, True))
         self.partly_stored_cut(by_speed)
+
+    def rivals(self, on: Sequence[Cluster], most: int) -> list[Candidate]:
+        """The best of other sorts than the best, the quickest first: those whose step is predicted to be near it."""
+        for part in on:
+            if part.devices > 1:
+                list(self.plain_balanced(part))
+        best = self.chosen
+        others = [one for sort, one in self.of_sort.items() if sort != best.sort and one.step_s < _NEAR * best.step_s]
+        return sorted(others, key=lambda one: one.step_s)[:most]
 
     def classic_on_part(self, cluster: Cluster) -> list[Candidate]:
         """Data parallelism on just the devices of the best candidate, where these are not all: a fairer comparison."""

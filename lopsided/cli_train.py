@@ -42,6 +42,9 @@ def train_command(
     processes: Annotated[
         int, typer.Option(help="Start so many on this machine; else as many as the plan has devices.", min=0)
     ] = 0,
+    tries: Annotated[
+        int, typer.Option(help="Make up to so many plans, run each for some steps, take the quickest.", min=1)
+    ] = 1,
     report: Annotated[
         str, typer.Option(metavar="RUN.json", help="Record the run in this file and hold it against the plan.")
     ] = "",
@@ -57,6 +60,8 @@ def train_command(
         check_writable(report, RUN_FILE)
     if plan and cluster:
         raise InputError("both a plan and a cluster are given", do="give --plan, or --cluster, or neither")
+    if plan and tries > 1:
+        raise InputError("a plan is given, and others are to be tried", do="leave --plan or --tries out")
     if "RANK" not in os.environ:
         wanted = processes or (load_plan(plan).on.devices if plan else 1)
         if wanted > 1:
@@ -69,6 +74,7 @@ def train_command(
         optimizer=optimizer,
         lr=lr,
         steps=steps,
+        tries=tries,
         report=report or None,
         record=steps >= SKIPPED,
     )
@@ -84,6 +90,8 @@ def train_command(
     out.print(
         escape(f"loss {done.losses[0]:.4f} → {done.losses[-1]:.4f}, step predicted {seconds_text(done.plan.step_s)}")
     )
+    for note in done.plan.notes if tries > 1 else ():
+        out.print(escape(note))
     if found is not None:
         _print(found, full)
     if report and done.run is not None:

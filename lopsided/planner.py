@@ -116,12 +116,33 @@ def plan_graph(
     left_out = additions_named(without)
     task = _Task(graph, rules, optimizer, started, time_limit_s, pins, segments, left_out, known, progress)
     if not left_out:
-        return _planned(task, cluster)
+        return _planned(task, cluster)[0]
     if segments and SEGMENTS in left_out:
         raise InputError("segments are given, and are to be left out", do="leave one of the two away")
-    as_believed = [(_planned(task, belief.cluster), belief) for belief in beliefs(cluster, left_out)]
+    as_believed = [(_planned(task, belief.cluster)[0], belief) for belief in beliefs(cluster, left_out)]
     found, belief = min(as_believed, key=lambda pair: pair[0].step_s)
     return _as_it_is(task, found, belief, cluster)
+
+
+def plan_rivals(
+    graph: Graph,
+    cluster: Cluster,
+    most: int,
+    *,
+    book: RuleBook | None = None,
+    optimizer: str = "adamw",
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> tuple[Plan, ...]:
+    """The plan of a captured graph and the best of other sorts, so many in all or fewer: on other devices, or with
+    parameters stored otherwise. They are predicted to take about as long; which is quickest, a clock can tell
+    (`runtime.rivals`).
+    """
+    if most < 1:
+        raise InputError(f"{most} plans are none", do="ask for 1 or more")
+    rules = book or derive_rules(graph)
+    nothing = frozenset[str]()
+    task = _Task(graph, rules, optimizer, time.perf_counter(), math.inf, (), (), nothing, (), progress)
+    return _planned(task, cluster, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +173,8 @@ class _Task:
         return _limits(rules, self.pins, self.started + self.time_limit_s)
 
 
-def _planned(task: _Task, cluster: Cluster) -> Plan:
+def _planned(task: _Task, cluster: Cluster, most: int = 1) -> tuple[Plan, ...]:
+    """The best plan, and the best of other sorts, so many in all at the most."""
     shop = task.shop()
     if DEVICES in task.without:
         shop.fewest_devices = cluster.devices
@@ -176,7 +198,15 @@ def _planned(task: _Task, cluster: Cluster) -> Plan:
         shop.interrupted = True
         worth = {}, {}
     classics += shop.classic_on_part(cluster)
-    return _answer(shop, cluster, classics, *worth, time.perf_counter() - task.started)
+    best = shop.chosen
+    rivals = shop.rivals((cluster, best.on), most - 1) if most > 1 and not shop.interrupted else []
+    seconds = time.perf_counter() - task.started
+    # Those are for trying: with the right shares even a plain one may turn out to be the best.
+    others = {id(one): one for one in (shop.chosen, best, *rivals)}
+    return tuple(
+        _answer(shop, cluster, classics, one, *(worth if one is best else ({}, {})), seconds)
+        for one in list(others.values())[:most]
+    )
 
 
 def _judge_known(shop: Workshop, known: Plan, cluster: Cluster) -> None:
@@ -402,11 +432,11 @@ def _answer(
     shop: Workshop,
     cluster: Cluster,
     classics: Sequence[Candidate],
+    best: Candidate,
     devices: dict[str, float],
     nodes: dict[str, float],
     seconds: float,
 ) -> Plan:
-    best = shop.chosen
     check_program(best.program, shop.plain_book)
     found = best.found or shop.first
     if found is None:

@@ -6,6 +6,7 @@ In: a graph, and a plan, a cluster or nothing. Out: the `Plan` that every rank h
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,12 +18,12 @@ import torch.distributed as dist
 
 from lopsided.cluster import Cluster
 from lopsided.clusterfile import load_cluster
-from lopsided.errors import PlanError, WorldError
+from lopsided.errors import InputError, PlanError, WorldError
 from lopsided.graph import Graph
 from lopsided.placement import Placement, Shares
 from lopsided.plan import Plan
 from lopsided.planfile import load_plan, parse_plan, plan_text
-from lopsided.planner import plan_graph
+from lopsided.planner import plan_rivals
 from lopsided.program import Program
 from lopsided.runtime.differences import differences
 from lopsided.runtime.measure_cache import measure_once
@@ -32,18 +33,25 @@ PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""
 
 
-def agreed_plan(
+def agreed_plans(
     graph: Graph,
     plan: Plan | str | Path | None,
     cluster: Cluster | str | Path | None,
     optimizer: str,
     device: torch.device,
     measure_s: float,
+    most: int,
     progress: Callable[[str], None],
-) -> Plan:
-    """Rank 0's plan, on every rank; refused unless it is a plan for this graph."""
+) -> tuple[Plan, ...]:
+    """Rank 0's plans, on every rank; refused unless they are for this graph. One that is given is the only one; else
+    the best comes first, and at the most so many are made."""
     if plan is None and cluster is None and (path := os.environ.get(PLAN_VARIABLE)):
         plan = path
+    if plan is not None and most > 1:
+        raise InputError(
+            f"a plan is given, and {most} are to be tried",
+            do="leave the plan out (and LOPSIDED_PLAN, which `lopsided run` sets), or tries=",
+        )
     measured = None
     if plan is None and cluster is None:
         progress("measuring the devices")
@@ -51,22 +59,21 @@ def agreed_plan(
 
     def made() -> str:
         if plan is not None:
-            found = plan if isinstance(plan, Plan) else load_plan(plan)
+            plans: tuple[Plan, ...] = (plan if isinstance(plan, Plan) else load_plan(plan),)
         else:
             progress("planning")
             where = measured or (cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)))
-            found = plan_graph(graph, where, optimizer=optimizer)
-        if differs := differences(found.graph, graph):
+            plans = plan_rivals(graph, where, most, optimizer=optimizer)
+        if differs := differences(plans[0].graph, graph):
             raise PlanError(
                 "the plan belongs to another model or batch: " + "; ".join(differs),
                 where=str(plan) if isinstance(plan, str | Path) else "the plan",
                 do="plan this model and batch anew with `lopsided plan` or lopsided.plan, or give what was planned",
             )
-        return plan_text(found)
+        return json.dumps([plan_text(one) for one in plans])
 
-    text = from_first(made)
-    agreed = parse_plan(text)
-    if differs := differences(agreed.graph, graph):
+    agreed = tuple(parse_plan(text) for text in json.loads(from_first(made)))
+    if differs := differences(agreed[0].graph, graph):
         raise PlanError(
             "this rank's model or batch is not the one that was planned: " + "; ".join(differs),
             do="build the same model with the same batch shape on every rank",

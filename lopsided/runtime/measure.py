@@ -26,11 +26,12 @@ import torch.distributed as dist
 from lopsided.cluster import Cluster
 from lopsided.clusterfile import parse_cluster
 from lopsided.collectives import Network
-from lopsided.cost import fitted_line, update_call
+from lopsided.cost import FREE, Affine, fitted_line, update_call
 from lopsided.devices import Kind, Link, Points
 from lopsided.errors import InputError
 from lopsided.graph import Graph
 from lopsided.runtime.measure_beside import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
+from lopsided.runtime.measure_correction import Correction, Rehearsed, correction_by
 from lopsided.runtime.measure_crowding import measure_crowding, shared_chips
 from lopsided.runtime.measure_kinds import (
     Found,
@@ -65,18 +66,15 @@ from lopsided.runtime.measure_ops import (
 from lopsided.runtime.measure_overhead import measure_overhead
 from lopsided.runtime.measure_pairs import MOST_NODES, unlike_pairs
 from lopsided.runtime.measure_rehearsal import (
-    Ratio,
     Rehearsal,
     expected,
     packing_of,
     prepared,
     prepared_alone,
     prepared_hiding,
-    ratio_of,
-    step_seconds,
-    step_together,
 )
 from lopsided.runtime.measure_updates import fractions_of, measure_update, trained_dtypes
+from lopsided.runtime.rehearse import alone_s, together_s
 from lopsided.runtime.wire import Wire
 from lopsided.runtime.world import lasting_group
 from lopsided.schedule import BUCKET_BYTES
@@ -164,26 +162,30 @@ def take_measurement(
         raise InputError(f"{budget_s} s are no time to measure in", do="give budget_s in seconds, for example 20")
     started = time.perf_counter()
     graphs = (graph,) if isinstance(graph, Graph) else tuple(graph)
-    with council_of(group) as council, _undisturbed(device):
+    with council_of(group) as council, undisturbed(device):
         devices = _measure_devices(graphs, device, council, optimizers, dtypes, budget_s, progress)
         seats, parts = devices.seats, devices.parts
         ranks = len(seats)
         kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads)
         cluster = Cluster("measured", _about(seats, budget_s, group), kinds, _UNKNOWN, _UNKNOWN)
         rehearsal: Rehearsal | None = None
-        ratios: tuple[Ratio, ...] = ()
+        corrections: tuple[Correction, ...] = ()
+        ratios: tuple[float, ...] = ()
         crowdings: tuple[float, ...] = ()
         if len(graphs) == 1:
             rehearsal = _agreed(council, prepared(graphs[0], cluster, _AT_MOST * budget_s))
             if rehearsal is not None:
-                ratios = _rehearsed(rehearsal, device, council, devices, budget_s)
+                corrections, ratios = _rehearsed(rehearsal, device, council, devices, budget_s)
             progress(parts - _link_parts(ranks), parts)
-        if ratios:
-            devices = replace(devices, found=[_scaled(*one) for one in zip(devices.found, ratios, strict=True)])
+        if corrections:
+            talking = frozenset(job.text for job in devices.jobs if job.talks)
+            tables = zip(devices.found, corrections, strict=True)
+            found = [_corrected(table, correction, talking) for table, correction in tables]
+            devices = replace(devices, found=found)
         if shared_chips(seats):
             budget = _CROWDING_PART * budget_s
             crowdings = measure_crowding(graphs, device, council, seats, devices.found, devices.jobs, budget)
-        if ratios or crowdings:
+        if corrections or crowdings:
             kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads, crowdings)
             cluster = replace(cluster, kinds=kinds)
         fits: tuple[Fit, ...] = ()
@@ -192,7 +194,7 @@ def take_measurement(
             steps = iter(range(parts - _link_parts(ranks) + 1, parts + 1))
             world = _World(_talking(group, seats), council, device, *_sent(graphs), budget_s)
             cluster, fits, drags = _with_links(cluster, world, devices, lambda: progress(next(steps), parts))
-            if rehearsal is not None and ratios:
+            if rehearsal is not None and corrections:
                 cluster = replace(cluster, packing=_packing(rehearsal, cluster, world))
         lines = tuple(_lines(cluster, devices))
         measurement = Measurement(
@@ -206,7 +208,7 @@ def take_measurement(
             cluster.stretch,
             covered(graphs, devices.jobs, seats[0].speeds),
             tuple(_noticed(cluster, devices)),
-            tuple(ratio.with_share for ratio in ratios),
+            ratios,
         )
         # What rank 0 has found is what everyone goes by, to the last digit.
         told, *_ = council.hear((cluster.text(), measurement))
@@ -260,8 +262,8 @@ def _group_of(ranks: Sequence[int], backend: str, use: str, whole: dist.ProcessG
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """The model's random numbers are the same whether or not anyone has measured."""
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """The model's random numbers are the same whether or not anyone has measured, and so is its room on a GPU."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
     if device.type == "cuda":
@@ -379,24 +381,27 @@ def _agreed(council: Council, rehearsal: Rehearsal | None) -> Rehearsal | None:
 
 def _rehearsed(
     rehearsal: Rehearsal, device: torch.device, council: Council, devices: _Devices, budget_s: float
-) -> tuple[Ratio, ...]:
-    """What each rank's calls are to be multiplied by to add up to a whole step; none unless all ranks know."""
+) -> tuple[tuple[Correction, ...], tuple[float, ...]]:
+    """What each rank's calls are to be corrected by to add up to whole steps, and how many times as long its own step
+    takes as its calls; none unless all ranks know."""
     rank, got = _rank(council), devices.calm[_rank(council)].got
     seat = rank * rehearsal.smaller
+    lasting_s = _REHEARSAL_PART * budget_s / 2
 
-    def ratio(what: Rehearsal | None, seat: int, lasting_s: float) -> float | None:
+    def rehearsed(what: Rehearsal | None, seat: int) -> Rehearsed | None:
         load, watch = Load(device), Stopwatch(device)
         council.meet(load)
-        taken = None if what is None else step_seconds(what, seat, device, lasting_s, watch.now)
+        taken = None if what is None else alone_s(what.play, seat, device, lasting_s, watch.now)
         council.meet(load)
         # By the clock of the calls, and stretched as they are: it is too short to tell what a quota makes of it.
-        return None if what is None or taken is None else ratio_of(expected(what, seat), taken / got)
+        return None if what is None or taken is None else Rehearsed(expected(what, seat), taken / got)
 
-    with_share = ratio(rehearsal, seat, _REHEARSAL_PART * budget_s)
-    with_all = ratio(prepared_alone(rehearsal, seat, _AT_MOST * budget_s), 0, 0.0)
-    mine = None if with_share is None else Ratio(rehearsal.shares.work[seat], with_share, with_all)
-    ratios = cast(list[Ratio | None], council.hear(mine))
-    return tuple(one for one in ratios if one is not None) if None not in ratios else ()
+    with_share = rehearsed(rehearsal, seat)
+    with_all = rehearsed(prepared_alone(rehearsal, seat, _AT_MOST * budget_s), 0)
+    mine = None if with_share is None else correction_by(with_share, with_all)
+    told = (mine, 0.0 if with_share is None else round(with_share.ratio, 6))
+    corrections, ratios = zip(*cast(list[tuple[Correction | None, float]], council.hear(told)), strict=True)
+    return (corrections, ratios) if None not in corrections else ((), ())
 
 
 def _packing(rehearsal: Rehearsal, cluster: Cluster, world: _World) -> float:
@@ -405,20 +410,36 @@ def _packing(rehearsal: Rehearsal, cluster: Cluster, world: _World) -> float:
     hiding = _agreed(council, prepared_hiding(rehearsal, cluster, _HIDING_PART * world.budget_s))
     if hiding is None:
         return 1.0
-    runs = step_seconds(hiding, rank, device, 0.0, time.perf_counter) is not None
+    runs = alone_s(hiding.play, rank, device, 0.0, time.perf_counter) is not None
     if not all(council.hear(runs)):
         return 1.0
-    return packing_of(hiding, step_together(hiding, world.talkers(cluster).wire, council, device))
+    return packing_of(hiding, together_s(hiding.play, world.talkers(cluster).wire, council, device))
 
 
-def _scaled(found: Found, ratio: Ratio) -> Found:
-    """Calls so many times as long; updates are no part of what was rehearsed."""
-    return {key: one if key[0].startswith("update:") else _longer(one, ratio.at(key[1])) for key, one in found.items()}
+def _corrected(found: Found, correction: Correction, talking: frozenset[str] = frozenset()) -> Found:
+    """Every point as far from its line as it was, `talking` calls apart; updates are no part of what was rehearsed."""
+    calls = {text for text, _ in found if not text.startswith("update:")}
+    lines = {text: _lines_of(text, found) for text in calls}
+
+    def corrected(text: str, fraction: float, took: Took) -> Took:
+        there, back = (_times(correction, line, fraction, text in talking) for line in lines[text])
+        backward_s = None if took.backward_s is None else back * took.backward_s
+        return replace(took, forward_s=there * took.forward_s, backward_s=backward_s)
+
+    return {key: corrected(*key, one) if key[0] in calls else one for key, one in found.items()}
 
 
-def _longer(took: Took, ratio: float) -> Took:
-    backward_s = None if took.backward_s is None else ratio * took.backward_s
-    return replace(took, forward_s=ratio * took.forward_s, backward_s=backward_s)
+def _lines_of(call: str, found: Found) -> tuple[Affine, Affine]:
+    """There and back."""
+    points = [(fraction, one) for (text, fraction), one in found.items() if text == call]
+    back = [(fraction, one.backward_s) for fraction, one in points if one.backward_s is not None]
+    return fitted_line([(fraction, one.forward_s) for fraction, one in points]), fitted_line(back) if back else FREE
+
+
+def _times(correction: Correction, line: Affine, fraction: float, talks: bool) -> float:
+    """How many times as long a call takes with a fraction of it."""
+    before = line.at(fraction)
+    return correction.of(line, talks=talks).at(fraction) / before if before else 1.0
 
 
 def _rank(council: Council) -> int:

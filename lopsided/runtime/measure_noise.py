@@ -25,13 +25,14 @@ _SHARED = 0.9  # of the time a process runs that has a processor to itself
 
 
 def typical(times: Sequence[float]) -> float:
-    """The mean without the quickest and the slowest sixth: sums of means are means, and one bad moment is no rule.
+    """The mean without the quickest and the slowest sixth, or of three and more at least one of each: sums of means are
+    means, and one bad moment is no rule.
 
-    >>> typical([1.0, 1.0, 2.0, 2.0, 3.0, 90.0])
-    2.0
+    >>> typical([1.0, 1.0, 2.0, 2.0, 3.0, 90.0]), typical([1.0, 2.0, 90.0])
+    (2.0, 2.0)
     """
     middle = sorted(times)
-    away = len(middle) // 6
+    away = max(len(middle) // 6, min(len(middle) - 1, 2) // 2)
     return statistics.fmean(middle[away : len(middle) - away])
 
 

@@ -44,6 +44,7 @@ _BATCHES = 2
 _CHUNK_S = 1e-3  # of calls between two looks at the clock, where looking means waiting for a GPU
 _MOST_AHEAD = 64  # calls that the host runs ahead, since a queue takes a thousand kernels or so
 _LONGEST_HEAD_START_S = 5e-3
+_TRIES = 3  # to tell a GPU of a batch in time
 _CYCLES_PER_S = 2e9  # of a GPU, at the most: a head start may be longer than it need be
 _LEAST_S = 1e-6  # no kernel is shorter, and a view has none
 _ENOUGH = 0.995  # of the estimated seconds of a step is worth measuring
@@ -90,17 +91,30 @@ def queued_samples_of(work: Callable[[], object], device: torch.device, lasting_
     wait_for(device)
     runs_at_once = min(max(int(_CHUNK_S / (time.perf_counter() - begun)), 1), _MOST_AHEAD)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    samples, started = list[float](), time.perf_counter()
-    while len(samples) < _BATCHES and (not samples or time.perf_counter() - started < lasting_s):
-        runs, took_s, begun = 0, 0.0, time.perf_counter()
-        while not runs or time.perf_counter() - begun < lasting_s / _BATCHES:
-            torch.cuda._sleep(int(min(2 * runs_at_once * telling_s, _LONGEST_HEAD_START_S) * _CYCLES_PER_S))
+
+    def batch() -> float:
+        """Seconds of a batch; of the next one, if the host was held up and the device may have waited for it."""
+        nonlocal telling_s
+        for _ in range(_TRIES):
+            ahead_s = min(2 * runs_at_once * telling_s, _LONGEST_HEAD_START_S)
+            torch.cuda._sleep(int(ahead_s * _CYCLES_PER_S))
+            begun = time.perf_counter()
             begin.record()
             for _ in range(runs_at_once):
                 work()
             end.record()
+            told_s = time.perf_counter() - begun
             end.synchronize()
-            took_s += begin.elapsed_time(end) / 1e3
+            if told_s <= ahead_s:
+                break
+            telling_s = told_s / runs_at_once
+        return float(begin.elapsed_time(end)) / 1e3
+
+    samples, started = list[float](), time.perf_counter()
+    while len(samples) < _BATCHES and (not samples or time.perf_counter() - started < lasting_s):
+        runs, took_s, begun = 0, 0.0, time.perf_counter()
+        while not runs or time.perf_counter() - begun < lasting_s / _BATCHES:
+            took_s += batch()
             runs += runs_at_once
         samples.append(max(took_s / runs, _LEAST_S))
     return samples
@@ -220,6 +234,11 @@ class Job:
     @property
     def text(self) -> str:
         return self.distinct.text if self.as_is else carried_out(self.distinct.text, self.rule.how)
+
+    @property
+    def talks(self) -> bool:
+        """Whether others are asked on the way."""
+        return self.text != self.distinct.text
 
     @property
     def fraction(self) -> float:

@@ -1,9 +1,9 @@
 """A whole step against the sum of its calls: what calls that were measured one by one do not tell.
 
-In: a graph, a cluster whose calls are measured, which of its devices this is. Out: how many times as long a step's
-calls take as they were measured to (`ratio_of`), from what the tables say (`expected`) and what a step took
-(`step_seconds`); and how many times as long as reading and writing it once it takes to pack what is gathered and
-scattered (`packing_of`), from what a step took all ranks together (`step_together`).
+In: a graph, a cluster whose calls are measured, which of its devices this is. Out: what to run (`Rehearsal`) and what
+that takes by the tables (`expected`); by what it took (`rehearse`) the calls are corrected (`measure_correction`). And
+how many times as long as reading and writing it once it takes to pack what is gathered and scattered (`packing_of`),
+from what a step took all ranks together.
 
 One by one and again and again, a call finds its operands in a cache and its memory at hand; in a step it comes after
 all the others. So data parallelism is run as this device would run it, with shares by speed, forward and backward, over
@@ -17,55 +17,35 @@ cost, whatever it is that hosts do then.
 from __future__ import annotations
 
 import math
-import statistics
-import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
-
-import torch
-from torch import Tensor, nn
 
 from lopsided.classics import STATE, data_parallel, stored_cut
 from lopsided.cluster import Cluster
-from lopsided.collectives import Network
-from lopsided.cost import Costs, Scale, optimizer_named
-from lopsided.devices import Kind, Link
+from lopsided.cost import Costs, Scale, fitted_line, optimizer_named
+from lopsided.devices import Kind, Link, Measured, Points
 from lopsided.errors import LopsidedError
-from lopsided.graph import Graph, Leaf
+from lopsided.graph import Graph
 from lopsided.memory import bytes_per_kind, holdings
-from lopsided.ops.op import Call
-from lopsided.placement import Placement, Shares, pieces_of
+from lopsided.placement import Shares, pieces_of
 from lopsided.prices import SharePrices
 from lopsided.program import Program
 from lopsided.rules import RuleBook, derive_rules
-from lopsided.runtime.echo import Echo
-from lopsided.runtime.exchange import Exchange
-from lopsided.runtime.gradients import Gradients
-from lopsided.runtime.measure_links import Council
-from lopsided.runtime.measure_load import wait_for
-from lopsided.runtime.measure_ops import REFUSED, drawn, indices_below
-from lopsided.runtime.randomness import Randomness
-from lopsided.runtime.steps import Steps
-from lopsided.runtime.wire import Wire
+from lopsided.runtime.measure_correction import Expected
+from lopsided.runtime.rehearse import FEWEST, Play
 from lopsided.schedule import BUCKET_BYTES, Compute, Schedule, lay_out
 from lopsided.simulate import one_device
 from lopsided.timeline import run
 from lopsided.work import call_texts
 
-_FEWEST = 3  # steps, after one to warm up
 _ROOM = 1.2  # times what a step is predicted to hold
 _SMALLER = (1, 2, 4)
 """As if there were so many times as many devices, where a piece of the batch is too large for the memory."""
-_LEAST, _LARGEST = 0.25, 8.0
-"""Beyond these, what was run is not what was priced."""
 _KNOWN = 1 / 3  # of a step, at the least: what was measured answers for the rest
 _SLOW = Link(1.0, 1e6)
 """So that no op leaves the batch's cut for one that rounds a little better."""
 _MOST_PACKING, _HALVINGS = 1e5, 30
 _BITS, _LEAST_BYTES = 8, 2**18
-_LOOKUPS = ("embedding", "gather", "index", "scatter", "take_along_dim", "one_hot", "cross_entropy", "nll_loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +60,10 @@ class Rehearsal:
     bare: Schedule
     bucket_bytes: int = BUCKET_BYTES
     smaller: int = 1  # device k of the cluster that was measured is device k · smaller of this one
+
+    @property
+    def play(self) -> Play:
+        return Play(self.program, self.cluster, self.shares, self.bucket_bytes)
 
     def number_of(self, rank: int) -> int:
         """That of a device's kind."""
@@ -151,7 +135,7 @@ def _fits(rehearsal: Rehearsal) -> bool:
 
 
 def _in_time(everyone: Sequence[Expected], budget_s: float) -> bool:
-    return (_FEWEST + 1) * max(one.all_s for one in everyone) < budget_s
+    return (FEWEST + 1) * max(one.all_s for one in everyone) < budget_s
 
 
 def _has_some(rehearsal: Rehearsal, rank: int) -> bool:
@@ -164,74 +148,46 @@ def _has_some(rehearsal: Rehearsal, rank: int) -> bool:
 # What tables say
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Seconds of a pass there and back: of the calls that were measured, and of the rest: estimates, and what lies
-    around calls."""
-
-    measured_s: float
-    rest_s: float
-
-    @property
-    def all_s(self) -> float:
-        return self.measured_s + self.rest_s
-
-
 def expected(rehearsal: Rehearsal, rank: int) -> Expected:
     cluster, graph = rehearsal.cluster, rehearsal.program.graph
     number = rehearsal.number_of(rank)
     tables = {entry.call: entry for entry in cluster.kinds[number].measured}
     steps = {step.node.name: step for step in rehearsal.program.steps}
 
-    def seconds(item: Compute) -> float:
+    def fraction(item: Compute) -> float:
         if item.cut is None:
-            return item.seconds[number].at(1.0)
+            return 1.0
         by, length = item.cut
-        return item.seconds[number].at(rehearsal.shares.cut(length, by)[rank] / max(length, 1))
+        return rehearsal.shares.cut(length, by)[rank] / max(length, 1)
 
-    def is_measured(item: Compute) -> bool:
+    def texts(item: Compute) -> tuple[str, ...]:
         step = steps[item.node]
-        texts = call_texts(step.node, graph.values, step.rule.how)
-        entry = next((tables[text] for text in texts if text in tables), None)
-        return entry is not None and bool(entry.backward if item.backward else entry.forward)
+        return call_texts(step.node, graph.values, step.rule.how)
 
-    measured_s = sum(seconds(item) for item in _passes(rehearsal.bare) if is_measured(item))
-    return Expected(measured_s, sum(seconds(item) for item in _passes(rehearsal.schedule)) - measured_s)
+    def entry(item: Compute) -> Measured | None:
+        return next((tables[text] for text in texts(item) if text in tables), None)
+
+    def points(item: Compute) -> Points:
+        found = entry(item)
+        return () if found is None else found.backward if item.backward else found.forward
+
+    def talks(item: Compute) -> bool:
+        """And was measured so: not as the op by itself, whose text comes last."""
+        found = entry(item)
+        return found is not None and found.call != texts(item)[-1]
+
+    measured = [item for item in _passes(rehearsal.bare) if points(item)]
+    lines = [(fitted_line(points(item)), fraction(item)) for item in measured]
+    measured_s = sum(item.seconds[number].at(fraction(item)) for item in measured)
+    scaling_s = sum(line.slope * part for line, part in lines)
+    all_s = sum(item.seconds[number].at(fraction(item)) for item in _passes(rehearsal.schedule))
+    return Expected(
+        measured_s - scaling_s, scaling_s, all_s - measured_s, len(measured), sum(talks(item) for item in measured)
+    )
 
 
 def _passes(schedule: Schedule) -> list[Compute]:
     return [item for item in (*schedule.forward, *schedule.backward) if isinstance(item, Compute)]
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """What the measured calls of a device are to be multiplied by: with its share of the batch, and, where that was
-    run, with the whole."""
-
-    share: float
-    with_share: float
-    with_all: float | None = None
-
-    def at(self, fraction: float) -> float:
-        """With another piece of the batch: in between, on a line.
-
-        >>> Ratio(0.5, 1.4, 1.0).at(0.75), Ratio(0.5, 1.4, 1.0).at(0.25), Ratio(0.5, 1.4).at(1.0)
-        (1.2, 1.4, 1.4)
-        """
-        if self.with_all is None or self.share >= 1:
-            return self.with_share
-        part = min(max((fraction - self.share) / (1 - self.share), 0.0), 1.0)
-        return round(self.with_share + part * (self.with_all - self.with_share), 6)
-
-
-def ratio_of(told: Expected, step_s: float) -> float | None:
-    """What the measured calls are to be multiplied by, so that all adds up to a step; None where that is beyond belief.
-
-    >>> ratio_of(Expected(0.8, 0.2), 1.08)
-    1.1
-    """
-    ratio = (step_s - told.rest_s) / told.measured_s
-    return round(ratio, 6) if _LEAST <= ratio <= _LARGEST else None
 
 
 # All together
@@ -251,24 +207,7 @@ def prepared_hiding(rehearsal: Rehearsal, cluster: Cluster, budget_s: float) -> 
     program, shares = stored_cut(rehearsal.program), Shares(rehearsal.shares.work, named=((STATE, equal),))
     hiding = replace(rehearsal, program=program, cluster=cluster, shares=shares, bucket_bytes=bit)
     # Once alone, to see that it runs, and once together.
-    return hiding if 2 * (_FEWEST + 1) * predicted_s(hiding, 1.0) < budget_s else None
-
-
-def step_together(rehearsal: Rehearsal, wire: Wire, council: Council, device: torch.device) -> float:
-    """Seconds until the last rank has done a pass there and back, everyone sending what there is to send.
-
-    To be called by all ranks, once all know that it runs: one that gives up would leave the others waiting.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        step = _stepper(rehearsal, wire, device)
-        step()
-        times = []
-        for _ in range(_FEWEST):
-            council.gather()
-            started = time.perf_counter()
-            step()
-            times.append(council.slowest(time.perf_counter() - started))
-    return statistics.median(times)
+    return hiding if 2 * (FEWEST + 1) * predicted_s(hiding, 1.0) < budget_s else None
 
 
 def packing_of(rehearsal: Rehearsal, step_s: float) -> float:
@@ -292,89 +231,3 @@ def predicted_s(rehearsal: Rehearsal, packing: float) -> float:
     schedule = lay_out(rehearsal.program, costs, bucket_bytes=rehearsal.bucket_bytes)
     told = run(schedule, costs.network, Scale(cluster, rehearsal.shares))
     return told.forward_s + told.backward_s
-
-
-# The run
-
-
-def step_seconds(
-    rehearsal: Rehearsal, rank: int, device: torch.device, lasting_s: float, now: Callable[[], float]
-) -> float | None:
-    """Seconds of a pass there and back on the clock `now`; None if an op refuses random operands."""
-    casts = {node.context.autocast.partition(":")[0] for node in rehearsal.program.graph.nodes}
-    if not casts <= {"", device.type}:
-        return None  # another device's autocast would not cast here
-    try:
-        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
-            warnings.simplefilter("ignore")
-            return _step_seconds(rehearsal, rank, device, lasting_s, now)
-    except REFUSED:
-        return None
-
-
-def _step_seconds(
-    rehearsal: Rehearsal, rank: int, device: torch.device, lasting_s: float, now: Callable[[], float]
-) -> float:
-    step = _stepper(rehearsal, cast(Wire, Echo(rank, rehearsal.cluster.devices)), device)
-    step()
-    times: list[float] = []
-    until = time.perf_counter() + lasting_s
-    while len(times) < _FEWEST or time.perf_counter() < until:
-        started = now()
-        step()
-        times.append(now() - started)
-    return statistics.median(times)
-
-
-def _stepper(rehearsal: Rehearsal, wire: Wire, device: torch.device) -> Callable[[], None]:
-    """A pass there and back, over and over."""
-    program, cluster, shares, rank = rehearsal.program, rehearsal.cluster, rehearsal.shares, wire.rank
-    exchange = Exchange(wire, shares, Network(cluster))
-    gradients = Gradients(exchange, rehearsal.bucket_bytes)
-    placed = dict(program.leaves)
-    leaves = {
-        leaf.value.name: _leaf(leaf, program.graph, placed[leaf.value.name], shares, rank, device)
-        for leaf in program.graph.leaves
-    }
-    parameters = {leaf.target: cast(nn.Parameter, leaves[leaf.value.name]) for leaf in program.graph.parameters}
-    random, size = Randomness(0, rank, device), rehearsal.bucket_bytes
-    steps = Steps(program, exchange, gradients, random, parameters, device, bucket_bytes=size)
-
-    def step() -> None:
-        for parameter in parameters.values():
-            parameter.grad = None
-        loss, _, _ = steps.run(leaves)
-        loss.reshape(()).backward()
-        gradients.finish()
-        wait_for(device)
-
-    return step
-
-
-def _leaf(leaf: Leaf, graph: Graph, placement: Placement, shares: Shares, rank: int, device: torch.device) -> Tensor:
-    value = leaf.value
-    if leaf.kind == "constant":
-        return torch.tensor(leaf.data, dtype=value.torch_dtype, device=device).reshape(value.shape)
-    pieces = pieces_of(placement, value.shape, shares) if placement.is_shard else ()
-    shape = placement.local_shape(value.shape, pieces, rank)
-    tensor = drawn(value, shape, (), _below(value.name, graph), device).detach()
-    if leaf.kind != "parameter":
-        return tensor
-    if len(shape) > 1 and tensor.is_floating_point():
-        # About as large as a model begins with: else values overflow or vanish, and processors are slow at tiny ones.
-        tensor = (tensor - 0.5) * (4 / math.sqrt(max(math.prod(shape[1:]), 1)))
-    return nn.Parameter(tensor, requires_grad=value.grad)
-
-
-def _below(name: str, graph: Graph) -> int:
-    """A bound for the whole numbers of a leaf that suits all who look something up by it, or by what becomes of it."""
-    reached, bounds = {name}, list[int]()
-    for node in graph.nodes:
-        if reached.isdisjoint(node.operands):
-            continue
-        packet = node.op.split(".")[1] if "." in node.op else node.op
-        if packet.startswith(_LOOKUPS):
-            bounds.append(indices_below(Call(node, tuple(graph.values[operand] for operand in node.operands))))
-        else:
-            reached |= {v.name for v in node.results if not (v.torch_dtype.is_floating_point or v.dtype == "bool")}
-    return min(bounds, default=2)

@@ -33,7 +33,7 @@ from lopsided.plan import Plan
 from lopsided.planfile import plan_text
 from lopsided.program import Program, parse_program
 from lopsided.runtime import replicas
-from lopsided.runtime.agreement import agreed_plan, digest_of, from_first, in_group_order
+from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.gradients import Gradients
 from lopsided.runtime.initial import initialise
@@ -42,6 +42,7 @@ from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.randomness import Randomness
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
+from lopsided.runtime.rivals import quickest
 from lopsided.runtime.steps import Steps
 from lopsided.runtime.variants import program_for
 from lopsided.runtime.watch import Watch
@@ -79,11 +80,13 @@ def parallelize(
     check_every: int = CHECK_EVERY,
     bucket_bytes: int | None = None,
     measure_s: float = 20.0,
+    tries: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Parallel:
     """`model` on the processes of this world, one a device, by `plan` (a file or a `Plan`).
 
-    Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s`. The batch is an
+    Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s`. If `tries` is more
+    than 1, so many are made, each is run for some steps on random numbers, and the quickest is taken. The batch is an
     example of the global batch, all devices together; only its shapes matter. A model built on `meta` is initialised
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
     for never. Gradients and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
@@ -91,7 +94,8 @@ def parallelize(
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     progress("capturing the model")
     graph = capture(model, batch, loss_fn=loss_fn)
-    chosen = agreed_plan(graph, plan, cluster, optimizer, where, measure_s, progress)
+    plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, progress)
+    chosen = quickest(plans, where, timeout_s=timeout_s, progress=progress)[0] if len(plans) > 1 else plans[0]
     world = meet(chosen, device=where)
     check_same(
         world,

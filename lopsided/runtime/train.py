@@ -56,12 +56,13 @@ def train(
     report: str | Path | None = None,
     record: bool = False,
     measure_s: float = 20.0,
+    tries: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Trained:
     """Train for so many steps; with `report` (a file) or `record`, time and record the last of them.
 
-    Without an optimizer it is the plan's, or AdamW. Every process calls this. The batch is the model's example, whole
-    and the same everywhere and in every step.
+    Without an optimizer it is the plan's, or AdamW. Of up to `tries` plans the quickest is taken. Every process calls
+    this. The batch is the model's example, whole and the same everywhere and in every step.
     """
     windows = _windows(steps) if report is not None or record else None
     _check_optimizer(optimizer or "adamw")
@@ -74,6 +75,7 @@ def train(
         cluster=cluster,
         optimizer=optimizer or "adamw",
         measure_s=measure_s,
+        tries=tries,
         seed=_SEED,
         progress=progress,
     )

@@ -1,0 +1,113 @@
+"""What calls that were measured one by one are to be corrected by, so that they add up to the steps that were run.
+
+In: of a step with a device's share of the batch and, where that was run, of one with the whole, what its calls add up
+to and what it took (`Rehearsed`). Out: a `Correction` of every call of that device.
+
+    seconds of a call      constant + slope · fraction                                     `fitted_line`
+    corrected              constants · constant + each_s + slopes · slope · fraction
+                           and talking_s more of a call that asks others on its way
+
+With one step there is one number to find: everything takes so many times as long. With two there is more to tell. Where
+a host does not keep up with its device, a step takes as long with a piece of the batch as with all of it: calls then
+have something in common that no fraction changes (`each_s`). And alone no call has anyone to ask: what asking takes its
+host shows in the step with a share only. Of all corrections that make both steps add up, the least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import lsq_linear
+
+from lopsided.cost import Affine
+
+LEAST, LARGEST = 0.25, 8.0
+"""Beyond these, what was run is not what was priced."""
+
+_FLATTEST = 0.05  # of what scales must go on scaling
+_LEAST_NEWS = 1e-2
+"""What a correction weighs against a step that is missed by as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Seconds of a pass there and back, by tables: of so many calls that were measured (and of them so many that talk),
+    what does not scale with a fraction and what does; and of the rest: estimates, and what lies around calls."""
+
+    constant_s: float
+    scaling_s: float
+    rest_s: float
+    calls: int
+    talking: int = 0
+
+    @property
+    def measured_s(self) -> float:
+        return self.constant_s + self.scaling_s
+
+    @property
+    def all_s(self) -> float:
+        return self.measured_s + self.rest_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """A step, by tables and by the clock."""
+
+    told: Expected
+    step_s: float
+
+    @property
+    def calls_s(self) -> float:
+        """What its measured calls took."""
+        return self.step_s - self.told.rest_s
+
+    @property
+    def ratio(self) -> float:
+        return self.calls_s / self.told.measured_s
+
+    @property
+    def is_believable(self) -> bool:
+        return self.told.measured_s > 0 and LEAST <= self.ratio <= LARGEST
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    constants: float
+    slopes: float
+    each_s: float = 0.0
+    talking_s: float = 0.0
+
+    def of(self, line: Affine, *, talks: bool = False) -> Affine:
+        """
+        >>> Correction(1.0, 2.0, 0.5, 0.25).of(Affine(1.0, 4.0), talks=True)
+        Affine(constant=1.75, slope=8.0)
+        """
+        extra_s = self.each_s + (self.talking_s if talks else 0.0)
+        return Affine(self.constants * line.constant + extra_s, self.slopes * line.slope)
+
+
+def correction_by(share: Rehearsed, whole: Rehearsed | None) -> Correction | None:
+    """None where a device's own step is beyond belief; a step with the whole batch that is counts for nothing.
+
+    >>> correction_by(Rehearsed(Expected(0.1, 0.7, 0.2, 8), 1.08), None)
+    Correction(constants=1.1, slopes=1.1, each_s=0.0, talking_s=0.0)
+    """
+    if not share.is_believable:
+        return None
+    ratio = round(share.ratio, 6)
+    if whole is None or not whole.is_believable:
+        return Correction(ratio, ratio)
+    # Rows: the steps, then what is left as it is. Columns: constants, slopes, what calls have in common, and talking;
+    # the last two in such units that one would make all of the share's step.
+    common_s, talking_s = (share.calls_s / max(count, 1) for count in (share.told.calls, share.told.talking))
+    steps = [(step.told, step.calls_s) for step in (share, whole)]
+    rows = [
+        [told.constant_s / took, told.scaling_s / took, told.calls * common_s / took, told.talking * talking_s / took]
+        for told, took in steps
+    ]
+    known = [1.0, 1.0, _LEAST_NEWS, _LEAST_NEWS, 0.0, 0.0]
+    bounds = ([0.0, _FLATTEST, 0.0, 0.0], [LARGEST, LARGEST, np.inf, np.inf])
+    found = lsq_linear([*rows, *(_LEAST_NEWS * np.eye(4))], known, bounds).x
+    constants, slopes, common, talking = (round(float(number), 6) for number in found)
+    return Correction(constants, slopes, common * common_s, talking * talking_s)

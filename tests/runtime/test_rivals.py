@@ -1,0 +1,162 @@
+"""Plans compete by the clock. No times are asserted but made-up ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from lopsided import zoo
+from lopsided.capture import capture
+from lopsided.cluster import Cluster
+from lopsided.devices import Kind, Link
+from lopsided.errors import InputError, PlanError
+from lopsided.graph import Graph
+from lopsided.plan import Plan
+from lopsided.planner import plan_graph, plan_rivals
+from lopsided.processes import Crew
+from lopsided.runtime import rivals as room
+from lopsided.runtime.parallel import parallelize
+from lopsided.runtime.rivals import chosen_by, quickest
+
+CPU = torch.device("cpu")
+SIZES = {"layers": 2, "width": 32, "heads": 4, "seq": 10, "vocab": 61, "batch": 8, "dropout": 0}
+FAST_LINK = Link(1e-6, 1e10)
+
+
+@cache
+def graph_of() -> Graph:
+    return capture(*zoo.build("gpt2", **SIZES))
+
+
+def cluster_of(devices: int = 2, link: Link = FAST_LINK) -> Cluster:
+    """Devices of one host, the first the fastest."""
+    kinds = tuple(
+        Kind(f"cpu{number}", "box", 1, 1, (("f32", 1e9 / (number + 1)),), 1e9, 2**34, 0.0) for number in range(devices)
+    )
+    return Cluster("made up", "", kinds, link, link)
+
+
+@cache
+def plans_of(most: int = 4) -> tuple[Plan, ...]:
+    return plan_rivals(graph_of(), cluster_of(), most)
+
+
+def stored(plan: Plan) -> tuple[int, frozenset[tuple[bool, bool]]]:
+    leaves = dict(plan.program.leaves)
+    ways = [leaves[leaf.value.name] for leaf in plan.graph.parameters]
+    return plan.on.devices, frozenset((way.is_shard, way.by == "state") for way in ways)
+
+
+# Planning several
+
+
+def test_the_first_is_the_plan_and_the_others_are_of_other_sorts() -> None:
+    plans = plans_of()
+    assert len(plans) > 2
+    best = plan_graph(graph_of(), cluster_of())
+    assert plans[0].step_s <= best.step_s * (1 + 1e-9)
+    assert len({stored(plan) for plan in plans}) == len(plans)
+    assert [plan.step_s for plan in plans] == sorted(plan.step_s for plan in plans)
+    assert plans[-1].step_s <= 1.25 * plans[0].step_s
+    assert any(way == (2, frozenset({(False, False)})) for way in map(stored, plans))  # data parallelism
+
+
+def test_one_is_the_plan_alone() -> None:
+    (only,) = plan_rivals(graph_of(), cluster_of(), 1)
+    best = plan_graph(graph_of(), cluster_of())
+    assert (str(only.program), only.shares, only.step_s) == (str(best.program), best.shares, best.step_s)
+    with pytest.raises(InputError, match="0 plans are none"):
+        plan_rivals(graph_of(), cluster_of(), 0)
+
+
+# Choosing
+
+
+def test_the_first_is_taken_unless_another_is_clearly_quicker() -> None:
+    plans = plans_of()[:2]
+    assert chosen_by(plans, (1.0, 0.995)).program is plans[0].program
+    assert chosen_by(plans, (1.0, 0.8)).program is plans[1].program
+    assert chosen_by(plans, (math.inf, 0.8)).program is plans[1].program
+    assert chosen_by(plans, (math.inf, math.inf)) is plans[0]
+    assert "0.8 s; of other plans 1 s" in chosen_by(plans, (1.0, 0.8)).notes[-1]
+    assert "did not run" in chosen_by(plans, (math.inf, 0.8)).notes[-1]
+    with pytest.raises(PlanError, match="no plans to try"):
+        quickest((), CPU)
+
+
+# Trying
+
+
+def tried(graph: Graph, plans: tuple[Plan, ...], broken: int = -1) -> tuple[int, list[bool], float]:
+    """In a worker: which was taken, which ran, and what is left of the model's random numbers. One rank may be unable
+    to run the plans that store nothing whole."""
+    real = room.alone_s
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() == broken:
+        room.alone_s = lambda play, *_, **__: None  # type: ignore[assignment]
+    torch.manual_seed(5)
+    try:
+        chosen, seconds = quickest(plans, CPU)
+    finally:
+        room.alone_s = real
+    which = next(k for k, plan in enumerate(plans) if str(plan.program) == str(chosen.program))
+    return which, [math.isfinite(one) for one in seconds], float(torch.rand(()))
+
+
+def test_all_ranks_take_the_same_and_random_numbers_stay(crews: Callable[[int], Crew]) -> None:
+    plans = plans_of()
+    told = crews(2).run(tried, graph_of(), plans)
+    assert told[0] == told[1]
+    assert all(told[0][1])
+    torch.manual_seed(5)
+    assert told[0][2] == float(torch.rand(()))
+
+
+def test_a_plan_that_leaves_a_rank_out_is_tried_as_well(crews: Callable[[int], Crew]) -> None:
+    slow = plan_graph(graph_of(), cluster_of(link=Link(1.0, 1e3)))
+    assert slow.on.devices == 1
+    alone = replace(slow, cluster=cluster_of(), on=cluster_of().only([0]))
+    told = crews(2).run(tried, graph_of(), (alone, plans_of()[0]))
+    assert told[0] == told[1]
+    assert told[0][1] == [True, True]
+
+
+def test_where_one_rank_cannot_nobody_waits_for_it(crews: Callable[[int], Crew]) -> None:
+    told = crews(2).run(tried, graph_of(), plans_of()[:2], 1)
+    assert [which for which, _, _ in told] == [0, 0]
+    assert [ran for _, ran, _ in told] == [[False, False]] * 2
+
+
+def train(tries: int) -> tuple[str, tuple[str, ...], float]:
+    """In a worker: a model that is parallelized by trying."""
+    torch.manual_seed(0)
+    model, batch = zoo.build("gpt2", **SIZES)
+    pm = parallelize(model, batch, cluster=cluster_of(), tries=tries, seed=3)
+    loss = pm(**batch)
+    loss.backward()
+    return str(pm.plan.program), pm.plan.notes, float(loss.detach())
+
+
+def test_parallelize_tries_and_trains_the_same(crews: Callable[[int], Crew]) -> None:
+    once, several = crews(2).run(train, 1), crews(2).run(train, 3)
+    assert several[0] == several[1]
+    assert "tried for some steps" in several[0][1][-1]
+    assert not any("tried" in note for note in once[0][1])
+    assert several[0][2] == pytest.approx(once[0][2], rel=1e-5)
+
+
+def refused(plan: Plan) -> str:
+    """In a worker."""
+    model, batch = zoo.build("gpt2", **SIZES)
+    with pytest.raises(InputError) as error:
+        parallelize(model, batch, plan, tries=3)
+    return str(error.value)
+
+
+def test_a_plan_is_not_tried_against_others(crews: Callable[[int], Crew]) -> None:
+    (told,) = crews(1).run(refused, plans_of()[0])
+    assert "a plan is given, and 3 are to be tried" in told
