@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from accuracy import errors
+from accuracy import clock_of, errors
 from cells import (
     EVEN,
     GOAL_EVEN,
@@ -246,7 +246,9 @@ def proof_page(
         found = told["errors"]
         lines.append(
             f"\n{told['programs']} programs of {told['model']} on `{told['lab']}`: rank correlation "
-            f"{told['rank_correlation']:.3f}, mean error {found['mean']:.1%}, worst {found['worst']:.1%}."
+            f"{told['rank_correlation']:.3f}, mean error {found['mean']:.1%}, worst {found['worst']:.1%}. "
+            "The clock's rank correlation with itself, every other round against the rounds between, was "
+            f"{clock_of(told):.3f}."
         )
     lines += sizes_table([*cells, *zoo])
     lines += [f"\nNote on `{lab}`: {note}." for lab, told in about.items() for note in told.get("notes", ())]

@@ -224,6 +224,15 @@ def test_errors_and_ranks_count_only_who_trained_the_same() -> None:
     assert accuracy.errors([])["count"] == 0
 
 
+def test_the_clock_may_disagree_with_itself() -> None:
+    def row(*rounds: float) -> dict[str, Any]:
+        return {"rounds_s": rounds, "error": 0.0, "same": True}
+
+    assert accuracy.clock_with_itself([row(1.0, 1.1, 1.0), row(2.0, 2.2, 9.0), row(7.0, 3.0, 8.0)]) == 1.0
+    assert accuracy.clock_with_itself([row(1.0, 3.0), row(2.0, 2.0), row(3.0, 1.0)]) == -1.0
+    assert math.isnan(accuracy.clock_with_itself([row(1.0), row(2.0), row(3.0)]))
+
+
 # Pictures
 
 

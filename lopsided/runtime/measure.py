@@ -86,6 +86,7 @@ _PROBE_PART, _OVERHEAD_PART, _REHEARSAL_PART, _AT_MOST = 0.05, 0.01, 0.10, 0.25 
 _CROWDING_PART, _HIDING_PART = 0.05, 0.35  # beside it: where devices share a chip, and at most, where steps are short
 _PATIENCE_S = 300.0  # how long a rank waits for another that still measures
 _PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
+_LOOKS, _DISTURBED = 2, 1.25  # at every step that is rehearsed, some time apart; times the shortest is no look at it
 _LATE = 2.0  # times its part of the budget that updates may take before the rest is left out
 _UNKNOWN = Link(1e-5, 1e10)  # of a world where nobody talks
 _SKEWED = 1.25  # times the mean that the largest piece must have to tell what skew costs
@@ -386,22 +387,35 @@ def _rehearsed(
     takes as its calls; none unless all ranks know."""
     rank, got = _rank(council), devices.calm[_rank(council)].got
     seat = rank * rehearsal.smaller
-    lasting_s = _REHEARSAL_PART * budget_s / 2
+    lasting_s = _REHEARSAL_PART * budget_s / 2 / _LOOKS
+    load = Load(device)
 
-    def rehearsed(what: Rehearsal | None, seat: int) -> Rehearsed | None:
-        load, watch = Load(device), Stopwatch(device)
+    def look(what: Rehearsal | None, seat: int) -> float:
+        watch = Stopwatch(device)
         council.meet(load)
         taken = None if what is None else alone_s(what.play, seat, device, lasting_s, watch.now)
         council.meet(load)
         # By the clock of the calls, and stretched as they are: it is too short to tell what a quota makes of it.
-        return None if what is None or taken is None else Rehearsed(expected(what, seat), taken / got)
+        return math.inf if taken is None else taken / got
 
-    with_share = rehearsed(rehearsal, seat)
-    with_all = rehearsed(prepared_alone(rehearsal, seat, _AT_MOST * budget_s), 0)
+    alone = prepared_alone(rehearsal, seat, _AT_MOST * budget_s)
+    looks = [(look(rehearsal, seat), look(alone, 0)) for _ in range(_LOOKS)]
+    share_s, all_s = (_undisturbed_mean(seconds) for seconds in zip(*looks, strict=True))
+    with_share = Rehearsed(expected(rehearsal, seat), share_s) if share_s < math.inf else None
+    with_all = Rehearsed(expected(alone, 0), all_s) if alone is not None and all_s < math.inf else None
     mine = None if with_share is None else correction_by(with_share, with_all)
     told = (mine, 0.0 if with_share is None else round(with_share.ratio, 6))
     corrections, ratios = zip(*cast(list[tuple[Correction | None, float]], council.hear(told)), strict=True)
     return (corrections, ratios) if None not in corrections else ((), ())
+
+
+def _undisturbed_mean(seconds: Sequence[float]) -> float:
+    """Without looks that took far longer than the shortest: whatever else a chip does makes a step longer.
+
+    >>> _undisturbed_mean([1.0, 1.5]), _undisturbed_mean([1.5, 1.0, 1.25]), _undisturbed_mean([math.inf, math.inf])
+    (1.0, 1.125, inf)
+    """
+    return statistics.fmean(s for s in seconds if s <= _DISTURBED * min(seconds))
 
 
 def _packing(rehearsal: Rehearsal, cluster: Cluster, world: _World) -> float:

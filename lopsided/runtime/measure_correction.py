@@ -25,7 +25,7 @@ from lopsided.cost import Affine
 LEAST, LARGEST = 0.25, 8.0
 """Beyond these, what was run is not what was priced."""
 
-_FLATTEST = 0.05  # of what scales must go on scaling
+_LITTLE = 0.05  # is left of what scales, and of what does not: no call takes no time
 _LEAST_NEWS = 1e-2
 """What a correction weighs against a step that is missed by as much."""
 
@@ -107,7 +107,7 @@ def correction_by(share: Rehearsed, whole: Rehearsed | None) -> Correction | Non
         for told, took in steps
     ]
     known = [1.0, 1.0, _LEAST_NEWS, _LEAST_NEWS, 0.0, 0.0]
-    bounds = ([0.0, _FLATTEST, 0.0, 0.0], [LARGEST, LARGEST, np.inf, np.inf])
+    bounds = ([_LITTLE, _LITTLE, 0.0, 0.0], [LARGEST, LARGEST, np.inf, np.inf])
     found = lsq_linear([*rows, *(_LEAST_NEWS * np.eye(4))], known, bounds).x
     constants, slopes, common, talking = (round(float(number), 6) for number in found)
     return Correction(constants, slopes, common * common_s, talking * talking_s)

@@ -130,7 +130,7 @@ def test_updates_are_measured_as_they_are_priced(
         updates = [entry for entry in kind.measured if entry.call.startswith("update:")]
         assert [entry.call for entry in updates] == [update_call("adamw", "f32")]
         assert tuple(fraction for fraction, _ in updates[0].forward) == fractions_of([small_graph()])
-        assert updates[0].forward[0][1] < updates[0].forward[-1][1]
+        assert all(seconds > 0 for _, seconds in updates[0].forward)
 
 
 def test_computing_and_sending_cost_each_other(

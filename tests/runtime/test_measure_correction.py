@@ -51,6 +51,15 @@ def test_a_host_that_does_not_keep_up_takes_its_time_for_every_call() -> None:
     assert found.each_s == pytest.approx(0.0196 / 100, rel=0.05)
 
 
+def test_no_call_takes_no_time() -> None:
+    """Not even where a step grows faster than the batch, which no line can say."""
+    found = correction_by(*steps_of(Affine(0.3, 0.7), 0.5, 0.2, 1.0))
+    assert found is not None
+    assert min(found.constants, found.slopes) > 0
+    flat = found.of(Affine(0.1, 0.0))
+    assert flat.at(0.5) > 0
+
+
 def test_what_asking_takes_is_no_matter_of_those_who_ask_nobody() -> None:
     """Normed together a step takes as long with half of the batch as three times all of it alone."""
     share = Rehearsed(Expected(0.01, 0.02, 0.0, 300, talking=100), 0.09)
