@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
@@ -154,6 +154,36 @@ def test_a_race_is_told_whole(tmp_path: Path) -> None:
     told = race.Race(SUM, entries, race.Pace(1, 2, 3, 4, 5))
     (tmp_path / "race.json").write_text(told.text())
     assert race.read_race(tmp_path / "race.json") == told
+
+
+def test_the_quickest_of_rivals_races(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plans = dict(proof.plans_for(MEAN, (HAP,), (), two_hosts(), torch.device("cpu"), tries=3))
+    rivals = [name for name in plans if name.startswith(proof.RIVAL)]
+    assert rivals
+    second = plans[rivals[0]]
+
+    def in_the_lab(lab: object, script: list[str], pace: race.Pace) -> str:
+        assert script[1:] == ["try", str(tmp_path)]
+        files = race.rival_files(tmp_path, MEAN)
+        seconds = [2.0, 1.0, *[None] * (len(files) - 2)]
+        told = {"plan": files[1].read_text(), "seconds": seconds}
+        (tmp_path / f"{MEAN.name}-tried.json").write_text(json.dumps(told))
+        return ""
+
+    monkeypatch.setattr(proof, "_in_the_lab", in_the_lab)
+    made = {MEAN.name: plans}
+    tried, trouble = proof._tried(cast(Any, None), tmp_path, made, race.Pace(1, 2, 3, 4, 5))
+    assert not trouble
+    assert list(made[MEAN.name]) == [proof.OURS, HAP]
+    assert str(made[MEAN.name][proof.OURS].program) == str(second.program)
+    assert [one["taken"] for one in tried[MEAN.name]] == [False, True, *[False] * (len(rivals) - 1)]
+    assert [one["tried_s"] for one in tried[MEAN.name]][:2] == [2.0, 1.0]
+
+
+def test_without_rivals_nothing_is_tried(tmp_path: Path) -> None:
+    plans = dict(proof.plans_for(MEAN, (), (), two_hosts(), torch.device("cpu")))
+    assert list(plans) == [proof.OURS]
+    assert proof._tried(cast(Any, None), tmp_path, {MEAN.name: plans}, race.Pace(1, 2, 3, 4, 5)) == ({}, "")
 
 
 def test_what_ranks_saw_becomes_a_row() -> None:
