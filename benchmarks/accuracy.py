@@ -76,12 +76,12 @@ def _candidates(graph: Graph, book: RuleBook, cluster: Cluster) -> Iterator[tupl
     ranks = [kind for kind in cluster.kinds for _ in range(kind.devices)]
     speeds = [kind.speed for kind in ranks]
     by_speed, equal = _shares(speeds), _shares([1.0] * len(ranks))
-    flatter, flat, skewed, steep = (_shares([speed**power for speed in speeds]) for power in (0.25, 0.5, 0.75, 1.5))
+    flat = _shares([speed**0.5 for speed in speeds])
     plain = _data_parallel(graph, book, cluster)
     cut = stored_cut(plain)
-    for name, shares in (("equal", equal), ("flatter", flatter), ("flat", flat), ("skewed", skewed)):
-        yield f"dp {name}", _by_hand(plain, shares, cluster, cluster)
-    for name, shares in (("by speed", by_speed), ("steep", steep)):
+    powers = {"equal": 0.0, "flatter": 0.25, "flat": 0.5, "skewed": 0.75, "by speed": 1.0, "steep": 1.5}
+    for name, power in powers.items():
+        shares = _shares([speed**power for speed in speeds])
         yield f"dp {name}", _by_hand(plain, shares, cluster, cluster)
     for name, shares, again in (("equal", equal, True), ("by speed", by_speed, False), ("flat", flat, False)):
         yield f"zero {name}{' again' if again else ''}", _by_hand(cut, shares, cluster, cluster, regather=again)

@@ -52,7 +52,10 @@ _BETTER = 1 - 1e-3  # by less than this, another pair is not worth the change
 _NEAR = 1.25  # times the best predicted step: what is further off is not worth a try
 
 
-Sort = tuple[int, frozenset[tuple[bool, bool]]]
+Stored = frozenset[tuple[bool, bool]]
+"""How parameters are stored: whether cut, and whether to be gathered for use."""
+Sort = tuple[int, Stored]
+"""What is told apart where plans are tried: on how many devices, and how parameters are stored."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Candidate:
     timeline: Timeline
     memory: tuple[int, ...]  # bytes on the fullest device of each kind
     fits: bool
+    sort: Sort
     found: Found | None = None  # the search it comes from
 
     bucket_bytes: int = BUCKET_BYTES
@@ -74,13 +78,6 @@ class Candidate:
     @property
     def step_s(self) -> float:
         return self.timeline.step_s
-
-    @property
-    def sort(self) -> Sort:
-        """What is told apart where plans are tried: on how many devices, and how parameters are stored."""
-        stored = dict(self.program.leaves)
-        ways = [stored[leaf.value.name] for leaf in self.program.graph.parameters]
-        return self.on.devices, frozenset((way.is_shard, way.by == STATE) for way in ways)
 
     def beats(self, other: Candidate | None) -> bool:
         if other is None or not self.fits:
@@ -100,6 +97,7 @@ class Laid:
     program: Program
     schedule: Schedule
     held: tuple[Holding, ...]
+    stored: Stored
 
 
 @dataclass(frozen=True)
@@ -127,6 +125,12 @@ class Limits:
     @property
     def left_s(self) -> float:
         return max(self.deadline - time.perf_counter(), 0.0)
+
+
+def _stored(program: Program) -> Stored:
+    placed = dict(program.leaves)
+    ways = [placed[leaf.value.name] for leaf in program.graph.parameters]
+    return frozenset((way.is_shard, way.by == STATE) for way in ways)
 
 
 def _excess(candidate: Candidate) -> float:
@@ -248,12 +252,13 @@ class Workshop:
         timeline = run(laid.schedule, self.costs(on).network, scale)
         memory = bytes_per_kind(laid.held, scale)
         fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
-        candidate = Candidate(name, on, program, shares, regather, timeline, memory, fits, found, bucket_bytes)
+        sort = (on.devices, laid.stored)
+        candidate = Candidate(name, on, program, shares, regather, timeline, memory, fits, sort, found, bucket_bytes)
         may_be_chosen = on.devices >= self.fewest_devices and self.limits.respected_by(program)
         if candidate.beats(self.best) and may_be_chosen:
             self.best = candidate
-        if may_be_chosen and candidate.beats(self.of_sort.get(candidate.sort)):
-            self.of_sort[candidate.sort] = candidate
+        if may_be_chosen and candidate.beats(self.of_sort.get(sort)):
+            self.of_sort[sort] = candidate
         if self.best is None and may_be_chosen:
             self.tried.append(candidate)
         return candidate
@@ -270,7 +275,7 @@ class Workshop:
             # The step that works with most is that of the device with the largest share.
             fewest = max(round(1 / max(self.by_speed(on))), 1)
             held = holdings(program, self.optimizer, regather=regather, devices=fewest)
-            self._laid[key] = Laid(program, schedule, held)
+            self._laid[key] = Laid(program, schedule, held, _stored(program))
         return self._laid[key]
 
     def equal(self, on: Cluster) -> Shares:

@@ -26,17 +26,16 @@ import torch.distributed as dist
 from lopsided.cluster import Cluster
 from lopsided.clusterfile import parse_cluster
 from lopsided.collectives import Network
-from lopsided.cost import FREE, Affine, fitted_line, update_call
+from lopsided.cost import fitted_line, update_call
 from lopsided.devices import Kind, Link, Points
 from lopsided.errors import InputError
 from lopsided.graph import Graph
 from lopsided.runtime.measure_beside import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
-from lopsided.runtime.measure_correction import Correction, Rehearsed, correction_by
+from lopsided.runtime.measure_correction import Correction, Rehearsed, corrected, correction_by
 from lopsided.runtime.measure_crowding import measure_crowding, shared_chips
 from lopsided.runtime.measure_kinds import (
     Found,
     Seat,
-    Took,
     Turns,
     chip_of,
     kinds_of,
@@ -181,7 +180,7 @@ def take_measurement(
         if corrections:
             talking = frozenset(job.text for job in devices.jobs if job.talks)
             tables = zip(devices.found, corrections, strict=True)
-            found = [_corrected(table, correction, talking) for table, correction in tables]
+            found = [corrected(table, correction, talking) for table, correction in tables]
             devices = replace(devices, found=found)
         if shared_chips(seats):
             budget = _CROWDING_PART * budget_s
@@ -428,32 +427,6 @@ def _packing(rehearsal: Rehearsal, cluster: Cluster, world: _World) -> float:
     if not all(council.hear(runs)):
         return 1.0
     return packing_of(hiding, together_s(hiding.play, world.talkers(cluster).wire, council, device))
-
-
-def _corrected(found: Found, correction: Correction, talking: frozenset[str] = frozenset()) -> Found:
-    """Every point as far from its line as it was, `talking` calls apart; updates are no part of what was rehearsed."""
-    calls = {text for text, _ in found if not text.startswith("update:")}
-    lines = {text: _lines_of(text, found) for text in calls}
-
-    def corrected(text: str, fraction: float, took: Took) -> Took:
-        there, back = (_times(correction, line, fraction, text in talking) for line in lines[text])
-        backward_s = None if took.backward_s is None else back * took.backward_s
-        return replace(took, forward_s=there * took.forward_s, backward_s=backward_s)
-
-    return {key: corrected(*key, one) if key[0] in calls else one for key, one in found.items()}
-
-
-def _lines_of(call: str, found: Found) -> tuple[Affine, Affine]:
-    """There and back."""
-    points = [(fraction, one) for (text, fraction), one in found.items() if text == call]
-    back = [(fraction, one.backward_s) for fraction, one in points if one.backward_s is not None]
-    return fitted_line([(fraction, one.forward_s) for fraction, one in points]), fitted_line(back) if back else FREE
-
-
-def _times(correction: Correction, line: Affine, fraction: float, talks: bool) -> float:
-    """How many times as long a call takes with a fraction of it."""
-    before = line.at(fraction)
-    return correction.of(line, talks=talks).at(fraction) / before if before else 1.0
 
 
 def _rank(council: Council) -> int:

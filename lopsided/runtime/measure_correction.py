@@ -1,7 +1,7 @@
 """What calls that were measured one by one are to be corrected by, so that they add up to the steps that were run.
 
 In: of a step with a device's share of the batch and, where that was run, of one with the whole, what its calls add up
-to and what it took (`Rehearsed`). Out: a `Correction` of every call of that device.
+to and what it took (`Rehearsed`). Out: a `Correction` of every call of that device, and its table so corrected.
 
     seconds of a call      constant + slope · fraction                                     `fitted_line`
     corrected              constants · constant + each_s + slopes · slope · fraction
@@ -15,12 +15,14 @@ host shows in the step with a share only. Of all corrections that make both step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from lopsided.cost import Affine
+from lopsided.cost import FREE, Affine, fitted_line
+from lopsided.runtime.measure_kinds import Found, Took
 
 LEAST, LARGEST = 0.25, 8.0
 """Beyond these, what was run is not what was priced."""
@@ -111,3 +113,30 @@ def correction_by(share: Rehearsed, whole: Rehearsed | None) -> Correction | Non
     found = lsq_linear([*rows, *(_LEAST_NEWS * np.eye(4))], known, bounds).x
     constants, slopes, common, talking = (round(float(number), 6) for number in found)
     return Correction(constants, slopes, common * common_s, talking * talking_s)
+
+
+def corrected(found: Found, correction: Correction, talking: frozenset[str] = frozenset()) -> Found:
+    """Every point as far from its line as it was, `talking` calls apart; updates are no part of what was rehearsed."""
+    points: dict[str, list[tuple[float, Took]]] = {}
+    for (text, fraction), took in found.items():
+        if not text.startswith("update:"):
+            points.setdefault(text, []).append((fraction, took))
+    lines = {text: _there_and_back(own) for text, own in points.items()}
+
+    def longer(text: str, fraction: float, took: Took) -> Took:
+        there, back = (_times(correction, line, fraction, text in talking) for line in lines[text])
+        backward_s = None if took.backward_s is None else back * took.backward_s
+        return replace(took, forward_s=there * took.forward_s, backward_s=backward_s)
+
+    return {key: longer(*key, took) if key[0] in lines else took for key, took in found.items()}
+
+
+def _there_and_back(points: Sequence[tuple[float, Took]]) -> tuple[Affine, Affine]:
+    back = [(fraction, took.backward_s) for fraction, took in points if took.backward_s is not None]
+    return fitted_line([(fraction, took.forward_s) for fraction, took in points]), fitted_line(back) if back else FREE
+
+
+def _times(correction: Correction, line: Affine, fraction: float, talks: bool) -> float:
+    """How many times as long a call takes with a fraction of it."""
+    before = line.at(fraction)
+    return correction.of(line, talks=talks).at(fraction) / before if before else 1.0

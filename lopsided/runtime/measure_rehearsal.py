@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from lopsided.classics import STATE, data_parallel, stored_cut
 from lopsided.cluster import Cluster
 from lopsided.cost import Costs, Scale, fitted_line, optimizer_named
-from lopsided.devices import Kind, Link, Measured, Points
+from lopsided.devices import Kind, Link
 from lopsided.errors import LopsidedError
 from lopsided.graph import Graph
 from lopsided.memory import bytes_per_kind, holdings
@@ -160,30 +160,21 @@ def expected(rehearsal: Rehearsal, rank: int) -> Expected:
         by, length = item.cut
         return rehearsal.shares.cut(length, by)[rank] / max(length, 1)
 
-    def texts(item: Compute) -> tuple[str, ...]:
+    measured_s, scaling_s, calls, talking = 0.0, 0.0, 0, 0
+    for item in _passes(rehearsal.bare):
         step = steps[item.node]
-        return call_texts(step.node, graph.values, step.rule.how)
-
-    def entry(item: Compute) -> Measured | None:
-        return next((tables[text] for text in texts(item) if text in tables), None)
-
-    def points(item: Compute) -> Points:
-        found = entry(item)
-        return () if found is None else found.backward if item.backward else found.forward
-
-    def talks(item: Compute) -> bool:
-        """And was measured so: not as the op by itself, whose text comes last."""
-        found = entry(item)
-        return found is not None and found.call != texts(item)[-1]
-
-    measured = [item for item in _passes(rehearsal.bare) if points(item)]
-    lines = [(fitted_line(points(item)), fraction(item)) for item in measured]
-    measured_s = sum(item.seconds[number].at(fraction(item)) for item in measured)
-    scaling_s = sum(line.slope * part for line, part in lines)
+        texts = call_texts(step.node, graph.values, step.rule.how)
+        entry = next((tables[text] for text in texts if text in tables), None)
+        points = () if entry is None else entry.backward if item.backward else entry.forward
+        if entry is None or not points:
+            continue
+        part = fraction(item)
+        measured_s += item.seconds[number].at(part)
+        scaling_s += fitted_line(points).slope * part
+        calls += 1
+        talking += entry.call != texts[-1]  # the last is the op by itself
     all_s = sum(item.seconds[number].at(fraction(item)) for item in _passes(rehearsal.schedule))
-    return Expected(
-        measured_s - scaling_s, scaling_s, all_s - measured_s, len(measured), sum(talks(item) for item in measured)
-    )
+    return Expected(measured_s - scaling_s, scaling_s, all_s - measured_s, calls, talking)
 
 
 def _passes(schedule: Schedule) -> list[Compute]:

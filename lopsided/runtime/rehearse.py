@@ -74,8 +74,8 @@ def alone_s(
     return statistics.median(times)
 
 
-def together_s(play: Play, wire: Wire | None, council: Council, device: torch.device, steps: int = FEWEST) -> float:
-    """The median of so many steps until the last rank was done, everyone sending what there is to send.
+def together_s(play: Play, wire: Wire | None, council: Council, device: torch.device) -> float:
+    """The median of a few steps until the last rank was done, everyone sending what there is to send.
 
     To be called by all ranks, once all know that it runs: one that gives up would leave the others waiting. Who has no
     wire has no part in it and looks on.
@@ -84,7 +84,7 @@ def together_s(play: Play, wire: Wire | None, council: Council, device: torch.de
     with _training():
         step = stepper(play, wire, device) if wire is not None else lambda: None
         step()
-        for _ in range(steps):
+        for _ in range(FEWEST):
             council.gather()
             started = time.perf_counter()
             step()

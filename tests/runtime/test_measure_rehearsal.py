@@ -26,7 +26,7 @@ from lopsided.runtime import measure_ops, measure_rehearsal, rehearse
 from lopsided.runtime.echo import Echo
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.measure import take_measurement
-from lopsided.runtime.measure_correction import Correction, Rehearsed, correction_by
+from lopsided.runtime.measure_correction import Correction, Rehearsed, corrected, correction_by
 from lopsided.runtime.measure_kinds import Found, Took
 from lopsided.runtime.measure_ops import Speeds, choose_jobs, distinct_calls, probe_calls
 from lopsided.runtime.measure_rehearsal import (
@@ -136,8 +136,8 @@ def test_a_call_that_talks_has_seconds_of_its_own() -> None:
 
 def test_what_talking_takes_is_added_to_calls_that_talk() -> None:
     found: Found = {(f"op{by}", f): Took(f, 2 * f) for by in ("", " by batch_norm") for f in (0.5, 1.0)}
-    corrected = room._corrected(found, Correction(1.0, 2.0, 0.0, 3.0), frozenset({"op by batch_norm"}))
-    assert [(one.forward_s, one.backward_s) for one in corrected.values()] == [(1, 2), (2, 4), (4, 5), (5, 7)]
+    longer = corrected(found, Correction(1.0, 2.0, 0.0, 3.0), frozenset({"op by batch_norm"}))
+    assert [(one.forward_s, one.backward_s) for one in longer.values()] == [(1, 2), (2, 4), (4, 5), (5, 7)]
 
 
 def test_a_call_that_talks_is_measured_both_ways() -> None:
@@ -175,13 +175,13 @@ def corrected_by(cluster: Cluster, number: int, correction: Correction) -> Clust
         for (fraction, there), (_, back) in zip(entry.forward, entry.backward, strict=True)
     }
     update = ("update:sgd(f32[1048576])", 1.0)
-    corrected = room._corrected({**found, update: Took(1.0, None)}, correction)
-    assert corrected[update] == Took(1.0, None)
+    longer = corrected({**found, update: Took(1.0, None)}, correction)
+    assert longer[update] == Took(1.0, None)
     table = tuple(
         Measured(
             entry.call,
-            tuple((f, corrected[entry.call, f].forward_s) for f, _ in entry.forward),
-            tuple((f, corrected[entry.call, f].backward_s or 0.0) for f, _ in entry.backward),
+            tuple((f, longer[entry.call, f].forward_s) for f, _ in entry.forward),
+            tuple((f, longer[entry.call, f].backward_s or 0.0) for f, _ in entry.backward),
         )
         for entry in kind.measured
     )
