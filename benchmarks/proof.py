@@ -204,29 +204,18 @@ def _tried(
 ) -> tuple[dict[str, list[dict[str, Any]]], str]:
     """Of each model, what its rivals were predicted to take and took, and what went wrong. The quickest becomes ours;
     rivals leave the plans."""
-    rivals: dict[str, list[Plan]] = {}
-    for name, plans in made.items():
-        listed = [plans[OURS], *(plans.pop(key) for key in [*plans] if key.startswith(RIVAL))]
-        if len(listed) > 1:
-            rivals[name] = listed
-            for number, plan in enumerate(listed):
-                save_plan(plan, str(folder / f"{name}-rival-{number}.json"))
-    trouble = _in_the_lab(lab, [str(SCRIPT), "try", str(folder)], pace) if rivals else ""
-    found = {}
+    rivals = {name: [plans.pop(key) for key in [*plans] if key.startswith(RIVAL)] for name, plans in made.items()}
     for name, listed in rivals.items():
+        for number, plan in enumerate(listed):
+            save_plan(plan, str(folder / f"{name}-rival-{number}.json"))
+    trouble = _in_the_lab(lab, [str(SCRIPT), "try", str(folder)], pace) if any(rivals.values()) else ""
+    found = {}
+    for name in rivals:
         path = folder / f"{name}-tried.json"
         if path.is_file():
             told = json.loads(path.read_text())
-            made[name][OURS] = taken = parse_plan(told["plan"])
-            found[name] = [
-                {
-                    "predicted_s": plan.step_s,
-                    "tried_s": seconds,
-                    "devices": plan.on.devices,
-                    "taken": str(plan.program) == str(taken.program) and plan.shares == taken.shares,
-                }
-                for plan, seconds in zip(listed, told["seconds"], strict=True)
-            ]
+            made[name][OURS] = parse_plan(told["plan"])
+            found[name] = told["tried"]
     return found, trouble
 
 
@@ -263,14 +252,15 @@ def _in_the_lab(lab: Lab, script: Sequence[str], pace: Pace) -> str:
 def plans_for(
     subject: Subject, who: Sequence[str], ablate: Sequence[str], cluster: Cluster, device: torch.device, tries: int = 1
 ) -> Iterator[tuple[str, Plan]]:
-    """Ours first, always: what others are predicted to take is told by it."""
+    """Ours first, always: what others are predicted to take is told by it. Where several are tried, ours is a rival."""
     with subject.casting(device):
         graph = capture(*subject.built(device))
     book = derive_rules(graph)
-    ours, *rivals = plan_rivals(graph, cluster, tries, book=book)
-    yield OURS, ours
-    for number, rival in enumerate(rivals):
-        yield f"{RIVAL}{number}", rival
+    rivals = plan_rivals(graph, cluster, tries, book=book)
+    yield OURS, rivals[0]
+    if tries > 1:
+        for number, rival in enumerate(rivals):
+            yield f"{RIVAL}{number}", rival
     if HAP in who:
         yield HAP, plan_graph(graph, cluster, book=book, without=(HAP,))
     for name in ablate:

@@ -26,6 +26,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,10 @@ from contestants import Contestant, Entry, Subject, enter
 from lab import start_line
 
 from lopsided.capture import capture
+from lopsided.plan import Plan
 from lopsided.planfile import load_plan, plan_text
 from lopsided.runtime.measure import take_measurement
-from lopsided.runtime.rivals import quickest
+from lopsided.runtime.rivals import Trial, quickest
 from lopsided.runtime.world import begin
 
 SCRIPT = Path(__file__).resolve()
@@ -104,14 +106,25 @@ def try_ranks(folder: Path) -> None:
     torch.set_num_threads(1)
     for subject in read_subjects(folder):
         plans = [load_plan(path) for path in rival_files(folder, subject)]
-        if len(plans) > 1:
+        if plans:
             start_line(dist.get_rank())
-            chosen, seconds = quickest(plans, device)
+            chosen, trials = quickest(plans, device)
             if dist.get_rank() == 0:
-                told = {"plan": plan_text(chosen), "seconds": [s if math.isfinite(s) else None for s in seconds]}
+                told = {"plan": plan_text(chosen), "tried": [_told(trial, chosen) for trial in trials]}
                 (folder / f"{subject.name}-tried.json").write_text(json.dumps(told))
         _tidy(device)
     _leave()
+
+
+def _told(trial: Trial, chosen: Plan) -> dict[str, Any]:
+    plan, seconds = trial.plan, trial.seconds
+    return {
+        "predicted_s": plan.step_s,
+        "tried_s": seconds if math.isfinite(seconds) else None,
+        "devices": plan.on.devices,
+        "shares": list(plan.shares.work),
+        "taken": plan.program is chosen.program and plan.shares == chosen.shares,
+    }
 
 
 def rival_files(folder: Path, subject: Subject) -> list[Path]:

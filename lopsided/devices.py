@@ -174,7 +174,10 @@ class Kind:
         if self.crowding == 1 or was == now:
             return self
         left = 1 + (self.crowding - 1) * (now - 1) / (was - 1)
-        times = left / self.crowding  # as long as before
+        return replace(self.taking(left / self.crowding), crowding=left)
+
+    def taking(self, times: float) -> Kind:
+        """The same devices if all they compute takes so many times as long."""
         return replace(
             self,
             flops_per_s=tuple((dtype, min(flops / times, _MOST_FLOPS_PER_S)) for dtype, flops in self.flops_per_s),
@@ -185,7 +188,6 @@ class Kind:
                 replace(entry, forward=_in_times(entry.forward, times), backward=_in_times(entry.backward, times))
                 for entry in self.measured
             ),
-            crowding=left,
         )
 
     def is_same_alone(self, other: Kind) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -244,9 +244,7 @@ def _as_it_is(task: _Task, found: Plan, belief: Belief, cluster: Cluster) -> Pla
         step_s=step_s,
         breakdown=breakdown,
         memory_bytes=memory,
-        baselines=tuple(
-            Baseline(c.name, ABOUT[c.name], c.step_s, c.fits) for c in task.shop(whole=True).classics(cluster)
-        ),
+        baselines=_baselines(task.shop(whole=True).classics(cluster)),
         without_device=(),
         without_node=(),
         notes=(f"planned without {left_out}; chosen as a step of {found.step_s:.4g} s", *found.notes),
@@ -452,7 +450,7 @@ def _answer(
         step_s=best.step_s,
         breakdown=breakdown_of(best.timeline),
         memory_bytes=_every_device(best.on, best.memory),
-        baselines=tuple(Baseline(c.name, ABOUT[c.name], c.step_s, c.fits) for c in classics),
+        baselines=_baselines(classics),
         search=SearchReport(
             found.seconds,
             found.states,
@@ -469,6 +467,19 @@ def _answer(
         planning_s=seconds,
         bucket_bytes=best.bucket_bytes,
     )
+
+
+def baselines_of(graph: Graph, cluster: Cluster, optimizer: str) -> tuple[Baseline, ...]:
+    """What the classics are predicted to take."""
+    nothing = frozenset[str]()
+    task = _Task(
+        graph, derive_rules(graph), optimizer, time.perf_counter(), math.inf, (), (), nothing, (), lambda _: None
+    )
+    return _baselines(task.shop().classics(cluster))
+
+
+def _baselines(classics: Iterable[Candidate]) -> tuple[Baseline, ...]:
+    return tuple(Baseline(c.name, ABOUT[c.name], c.step_s, c.fits) for c in classics)
 
 
 def _in_use(program: Program, shares: Shares) -> Shares:

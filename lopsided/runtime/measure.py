@@ -32,7 +32,7 @@ from lopsided.errors import InputError
 from lopsided.graph import Graph
 from lopsided.runtime.measure_beside import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
 from lopsided.runtime.measure_correction import Correction, Rehearsed, corrected, correction_by
-from lopsided.runtime.measure_crowding import measure_crowding, shared_chips
+from lopsided.runtime.measure_crowding import crowding_of, measure_crowding, shared_chips
 from lopsided.runtime.measure_kinds import (
     Found,
     Seat,
@@ -169,32 +169,34 @@ def take_measurement(
         kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads)
         cluster = Cluster("measured", _about(seats, budget_s, group), kinds, _UNKNOWN, _UNKNOWN)
         rehearsal: Rehearsal | None = None
-        corrections: tuple[Correction, ...] = ()
-        ratios: tuple[float, ...] = ()
+        steps = _Steps()
         crowdings: tuple[float, ...] = ()
         if len(graphs) == 1:
             rehearsal = _agreed(council, prepared(graphs[0], cluster, _AT_MOST * budget_s))
             if rehearsal is not None:
-                corrections, ratios = _rehearsed(rehearsal, device, council, devices, budget_s)
+                steps = _rehearsed(rehearsal, device, council, devices, budget_s)
             progress(parts - _link_parts(ranks), parts)
-        if corrections:
+        if steps.corrections:
             talking = frozenset(job.text for job in devices.jobs if job.talks)
-            tables = zip(devices.found, corrections, strict=True)
+            tables = zip(devices.found, steps.corrections, strict=True)
             found = [corrected(table, correction, talking) for table, correction in tables]
             devices = replace(devices, found=found)
         if shared_chips(seats):
             budget = _CROWDING_PART * budget_s
-            crowdings = measure_crowding(graphs, device, council, seats, devices.found, devices.jobs, budget)
-        if corrections or crowdings:
+            by_calls = measure_crowding(graphs, device, council, seats, devices.found, devices.jobs, budget)
+            crowdings = tuple(
+                whole or calls for whole, calls in zip(steps.crowdings or by_calls, by_calls, strict=True)
+            )
+        if steps.corrections or crowdings:
             kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads, crowdings)
             cluster = replace(cluster, kinds=kinds)
         fits: tuple[Fit, ...] = ()
         drags: tuple[float, ...] = (0.0,) * ranks
         if ranks > 1:
-            steps = iter(range(parts - _link_parts(ranks) + 1, parts + 1))
+            left = iter(range(parts - _link_parts(ranks) + 1, parts + 1))
             world = _World(_talking(group, seats), council, device, *_sent(graphs), budget_s)
-            cluster, fits, drags = _with_links(cluster, world, devices, lambda: progress(next(steps), parts))
-            if rehearsal is not None and corrections:
+            cluster, fits, drags = _with_links(cluster, world, devices, lambda: progress(next(left), parts))
+            if rehearsal is not None and steps.corrections:
                 cluster = replace(cluster, packing=_packing(rehearsal, cluster, world))
         lines = tuple(_lines(cluster, devices))
         measurement = Measurement(
@@ -208,7 +210,7 @@ def take_measurement(
             cluster.stretch,
             covered(graphs, devices.jobs, seats[0].speeds),
             tuple(_noticed(cluster, devices)),
-            ratios,
+            steps.ratios,
         )
         # What rank 0 has found is what everyone goes by, to the last digit.
         told, *_ = council.hear((cluster.text(), measurement))
@@ -379,11 +381,20 @@ def _agreed(council: Council, rehearsal: Rehearsal | None) -> Rehearsal | None:
     return rehearsal if all(council.hear(rehearsal is not None)) else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What whole steps tell of each rank: by what its calls are to be corrected to add up to them, how many times as
+    long its own step takes as its calls, and how many times as long as with all others at rest (0 where that was not
+    run). Nothing, unless all ranks know."""
+
+    corrections: tuple[Correction, ...] = ()
+    ratios: tuple[float, ...] = ()
+    crowdings: tuple[float, ...] = ()
+
+
 def _rehearsed(
     rehearsal: Rehearsal, device: torch.device, council: Council, devices: _Devices, budget_s: float
-) -> tuple[tuple[Correction, ...], tuple[float, ...]]:
-    """What each rank's calls are to be corrected by to add up to whole steps, and how many times as long its own step
-    takes as its calls; none unless all ranks know."""
+) -> _Steps:
     rank, got = _rank(council), devices.calm[_rank(council)].got
     seat = rank * rehearsal.smaller
     lasting_s = _REHEARSAL_PART * budget_s / 2 / _LOOKS
@@ -402,10 +413,26 @@ def _rehearsed(
     share_s, all_s = (_undisturbed_mean(seconds) for seconds in zip(*looks, strict=True))
     with_share = Rehearsed(expected(rehearsal, seat), share_s) if share_s < math.inf else None
     with_all = Rehearsed(expected(alone, 0), all_s) if alone is not None and all_s < math.inf else None
+    crowding = 0.0
+    for turn in range(_turns(devices.seats)):
+        council.gather()
+        if with_all is not None and alone is not None and _has_turn(devices.seats, rank, turn):
+            quiet_s = alone_s(alone.play, 0, device, lasting_s, time.perf_counter)
+            crowding = crowding_of([quiet_s or 0.0], [all_s])
     mine = None if with_share is None else correction_by(with_share, with_all)
-    told = (mine, 0.0 if with_share is None else round(with_share.ratio, 6))
-    corrections, ratios = zip(*cast(list[tuple[Correction | None, float]], council.hear(told)), strict=True)
-    return (corrections, ratios) if None not in corrections else ((), ())
+    told = (mine, 0.0 if with_share is None else round(with_share.ratio, 6), crowding)
+    everyone = cast(list[tuple[Correction | None, float, float]], council.hear(told))
+    corrections, ratios, crowdings = zip(*everyone, strict=True)
+    return _Steps(corrections, ratios, crowdings) if None not in corrections else _Steps()
+
+
+def _turns(seats: Sequence[Seat]) -> int:
+    """How many ranks there are at most to a GPU. Of a processor that is shared, a step's own clock does not tell."""
+    return max(map(len, shared_chips(seats)), default=0) if all(seat.gpu for seat in seats) else 0
+
+
+def _has_turn(seats: Sequence[Seat], rank: int, turn: int) -> bool:
+    return any(chip[turn : turn + 1] == (rank,) for chip in shared_chips(seats))
 
 
 def _undisturbed_mean(seconds: Sequence[float]) -> float:

@@ -28,6 +28,7 @@ LEAST, LARGEST = 0.25, 8.0
 """Beyond these, what was run is not what was priced."""
 
 _LITTLE = 0.05  # is left of what scales, and of what does not: no call takes no time
+_TALK = 4.0  # calls: what one that talks does besides, about
 _LEAST_NEWS = 1e-2
 """What a correction weighs against a step that is missed by as much."""
 
@@ -101,8 +102,9 @@ def correction_by(share: Rehearsed, whole: Rehearsed | None) -> Correction | Non
     if whole is None or not whole.is_believable:
         return Correction(ratio, ratio)
     # Rows: the steps, then what is left as it is. Columns: constants, slopes, what calls have in common, and talking;
-    # the last two in such units that one would make all of the share's step.
-    common_s, talking_s = (share.calls_s / max(count, 1) for count in (share.told.calls, share.told.talking))
+    # the last two in units of a mean call: where one call in hundreds talks, it has not all that two steps differ by.
+    common_s = share.calls_s / max(share.told.calls, 1)
+    talking_s = _TALK * common_s
     steps = [(step.told, step.calls_s) for step in (share, whole)]
     rows = [
         [told.constant_s / took, told.scaling_s / took, told.calls * common_s / took, told.talking * talking_s / took]

@@ -95,7 +95,7 @@ def parallelize(
     progress("capturing the model")
     graph = capture(model, batch, loss_fn=loss_fn)
     plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, progress)
-    chosen = quickest(plans, where, timeout_s=timeout_s, progress=progress)[0] if len(plans) > 1 else plans[0]
+    chosen = quickest(plans, where, timeout_s=timeout_s, progress=progress)[0] if tries > 1 else plans[0]
     world = meet(chosen, device=where)
     check_same(
         world,

@@ -77,6 +77,17 @@ def test_what_asking_takes_is_no_matter_of_those_who_ask_nobody() -> None:
     assert found.talking_s > 2e-4
 
 
+def test_one_call_that_asks_has_not_all_that_two_steps_differ_by() -> None:
+    """A step with half of the batch took a quarter longer than told, the whole one as long: a busy moment, perhaps."""
+    share = Rehearsed(Expected(0.01, 0.39, 0.0, 150, talking=1), 0.5)
+    whole = Rehearsed(Expected(0.01, 0.79, 0.0, 150), 0.8)
+    found = correction_by(share, whole)
+    assert found is not None
+    assert found.talking_s < 5 * 0.5 / 150
+    told = found.constants * 0.01 + found.slopes * 0.79 + 150 * found.each_s
+    assert told == pytest.approx(0.8, rel=0.01)
+
+
 @given(
     constant=st.floats(0.0, 1.0),
     slope=st.floats(0.1, 1.0),

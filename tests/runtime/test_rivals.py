@@ -19,9 +19,10 @@ from lopsided.graph import Graph
 from lopsided.plan import Plan
 from lopsided.planner import plan_graph, plan_rivals
 from lopsided.processes import Crew
+from lopsided.rebalance import computing_s
 from lopsided.runtime import rivals as room
 from lopsided.runtime.parallel import parallelize
-from lopsided.runtime.rivals import chosen_by, quickest
+from lopsided.runtime.rivals import Trial, chosen_by, quickest
 
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "width": 32, "heads": 4, "seq": 10, "vocab": 61, "batch": 8, "dropout": 0}
@@ -77,14 +78,17 @@ def test_one_is_the_plan_alone() -> None:
 # Choosing
 
 
-def test_the_first_is_taken_unless_another_is_clearly_quicker() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "taken"),
+    [((1.0, 0.995), 0), ((1.0, 0.8), 1), ((math.inf, 0.8), 1), ((math.inf, math.inf), 0)],
+)
+def test_the_first_is_taken_unless_another_is_clearly_quicker(seconds: tuple[float, float], taken: int) -> None:
     plans = plans_of()[:2]
-    assert chosen_by(plans, (1.0, 0.995)).program is plans[0].program
-    assert chosen_by(plans, (1.0, 0.8)).program is plans[1].program
-    assert chosen_by(plans, (math.inf, 0.8)).program is plans[1].program
-    assert chosen_by(plans, (math.inf, math.inf)) is plans[0]
-    assert "0.8 s; of other plans 1 s" in chosen_by(plans, (1.0, 0.8)).notes[-1]
-    assert "did not run" in chosen_by(plans, (math.inf, 0.8)).notes[-1]
+    trials = [Trial(plan, each) for plan, each in zip(plans, seconds, strict=True)]
+    assert chosen_by(trials) is plans[taken]
+
+
+def test_without_plans_there_is_nothing_to_try() -> None:
     with pytest.raises(PlanError, match="no plans to try"):
         quickest((), CPU)
 
@@ -94,17 +98,17 @@ def test_the_first_is_taken_unless_another_is_clearly_quicker() -> None:
 
 def tried(graph: Graph, plans: tuple[Plan, ...], broken: int = -1) -> tuple[int, list[bool], float]:
     """In a worker: which was taken, which ran, and what is left of the model's random numbers. One rank may be unable
-    to run the plans that store nothing whole."""
+    to run any."""
     real = room.alone_s
     if torch.distributed.is_initialized() and torch.distributed.get_rank() == broken:
         room.alone_s = lambda play, *_, **__: None  # type: ignore[assignment]
     torch.manual_seed(5)
     try:
-        chosen, seconds = quickest(plans, CPU)
+        chosen, trials = quickest(plans, CPU)
     finally:
         room.alone_s = real
     which = next(k for k, plan in enumerate(plans) if str(plan.program) == str(chosen.program))
-    return which, [math.isfinite(one) for one in seconds], float(torch.rand(()))
+    return which, [math.isfinite(one.seconds) for one in trials], float(torch.rand(()))
 
 
 def test_all_ranks_take_the_same_and_random_numbers_stay(crews: Callable[[int], Crew]) -> None:
@@ -129,6 +133,34 @@ def test_where_one_rank_cannot_nobody_waits_for_it(crews: Callable[[int], Crew])
     told = crews(2).run(tried, graph_of(), plans_of()[:2], 1)
     assert [which for which, _, _ in told] == [0, 0]
     assert [ran for _, ran, _ in told] == [[False, False]] * 2
+
+
+def slow_second(plans: tuple[Plan, ...]) -> tuple[list[float], list[float], tuple[str, ...], bool]:
+    """In a worker: the work shares of the last that was tried and of the one taken. The second rank says it computes
+    three times as long as it should, the first as long."""
+    real, told = room.alone_s, computing_s(plans[0])
+
+    def own(play: object, place: int, *_: object, **__: object) -> float:
+        return (told[0], 3 * told[1])[place]
+
+    room.alone_s = own  # type: ignore[assignment]
+    try:
+        chosen, trials = quickest(plans, CPU)
+    finally:
+        room.alone_s = real
+    last = trials[-1].plan
+    return list(last.shares.work), list(chosen.shares.work), chosen.notes, all(one.seconds > 0 for one in trials)
+
+
+def test_a_plan_is_balanced_by_what_its_devices_take(crews: Callable[[int], Crew]) -> None:
+    plan = next(one for one in plans_of() if one.on.devices == 2)
+    told = crews(2).run(slow_second, (plan,))
+    assert told[0] == told[1]
+    last, chosen, notes, ran = told[0]
+    assert ran
+    assert last[1] < plan.shares.work[1]
+    assert chosen in (last, list(plan.shares.work))
+    assert "tried for some steps" in notes[-1]
 
 
 def train(tries: int) -> tuple[str, tuple[str, ...], float]:
