@@ -41,6 +41,7 @@ from lopsided.runtime.rivals import Trial, quickest
 from lopsided.runtime.world import begin
 
 SCRIPT = Path(__file__).resolve()
+AT_HAND_BYTES = 3 * 2**30
 COMPARED = 4
 """So many losses of each contestant are compared and kept."""
 
@@ -80,8 +81,7 @@ def read_subjects(folder: Path) -> list[Subject]:
 
 def profile_rank(folder: Path, budget_s: float) -> None:
     """Measure for each model, and have rank 0 write it down."""
-    device = begin()
-    torch.set_num_threads(1)
+    device = _arrived()
     for subject in read_subjects(folder):
         with subject.casting(device):
             graph = capture(*subject.built(device))
@@ -102,8 +102,7 @@ def profile_rank(folder: Path, budget_s: float) -> None:
 
 def try_ranks(folder: Path) -> None:
     """Of each model's plans the quickest, as `parallelize(tries=...)` takes it; rank 0 writes down what they took."""
-    device = begin()
-    torch.set_num_threads(1)
+    device = _arrived()
     for subject in read_subjects(folder):
         plans = [load_plan(path) for path in rival_files(folder, subject)]
         if plans:
@@ -134,12 +133,26 @@ def rival_files(folder: Path, subject: Subject) -> list[Path]:
 
 def race_ranks(folder: Path) -> None:
     """One model after the other."""
-    device = begin()
-    torch.set_num_threads(1)
+    device = _arrived()
     for subject in read_subjects(folder):
         _race_rank(read_race(folder / f"{subject.name}-race.json"), folder, device)
         _tidy(device)
     _leave()
+
+
+def _arrived() -> torch.device:
+    """In the world, with one thread, and with memory at hand that was written to before.
+
+    A process gets memory page by page, when it first writes there, and that takes longer than what most ops do with
+    it. Freed memory stays in the process (`proof.KEEPS_MEMORY`), so later steps are spared that; but each new size
+    finds its place anew, and who trains early in the life of a process would pay for who comes later.
+    """
+    device = begin()
+    torch.set_num_threads(1)
+    page, pages = (os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES"))
+    block = torch.empty(min(page * pages // 8, AT_HAND_BYTES), dtype=torch.uint8)
+    block[::page] = 1
+    return device
 
 
 def _tidy(device: torch.device) -> None:
