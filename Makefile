@@ -34,7 +34,7 @@ proof: $(READY)
 	@for lab in lab-cpu lab-cpu-2link lab-even; do $(BIN)/python benchmarks/proof.py --lab $$lab || exit 1; done
 	@for lab in lab-cpu lab-cpu-2link; do $(BIN)/python benchmarks/proof.py --lab $$lab --ablate all || exit 1; done
 	@for lab in lab-cpu lab-cpu-2link lab-even; do $(BIN)/python benchmarks/proof.py --lab $$lab --zoo || exit 1; done
-	@$(BIN)/python benchmarks/accuracy.py --lab lab-cpu
+	@for lab in lab-cpu lab-cpu-2link; do $(BIN)/python benchmarks/accuracy.py --lab $$lab || exit 1; done
 
 figures: $(READY)
 	@$(BIN)/python benchmarks/figures.py

@@ -28,6 +28,7 @@ from lopsided.shares import balance
 from lopsided.timeline import run
 
 _MOST = 4.0  # times as long or as short as predicted: beyond, what was run is not what was planned
+_WORTH = 0.99  # times the step with the shares there are: what gains less is not worth a change
 
 
 def computing_s(plan: Plan) -> tuple[float, ...]:
@@ -53,8 +54,8 @@ def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
     told = computing_s(plan)
     times: dict[tuple[str, str], float] = {}
     for kind, (first, last) in zip(plan.on.kinds, plan.on.spans, strict=True):
-        ratio = statistics.fmean(seconds[first:last]) / statistics.fmean(told[first:last])
-        times[kind.node, kind.name] = min(max(ratio, 1 / _MOST), _MOST)
+        was, now = (statistics.fmean(each[first:last]) for each in (told, seconds))
+        times[kind.node, kind.name] = min(max(now / was, 1 / _MOST), _MOST) if was else 1.0
 
     def paced(cluster: Cluster) -> Cluster:
         """Devices that the plan leaves out are as they were."""
@@ -81,9 +82,9 @@ def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
     how = (plan.optimizer, plan.regather, plan.bucket_bytes)
     before_s, _, _ = predict(plan.program, plan.shares, on, *how)
     step_s, breakdown, memory = predict(plan.program, shares, on, *how)
-    if step_s >= before_s:
+    if step_s > _WORTH * before_s:
         return None
-    paces = ", ".join(f"{name} {factor:.2f}" for (_, name), factor in times.items())
+    paces = ", ".join(f"{node}/{name} {factor:.2f}" for (node, name), factor in times.items())
     note = f"shares are balanced by what devices took, times what was predicted: {paces}"
     return replace(
         plan,

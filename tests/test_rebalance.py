@@ -51,7 +51,7 @@ def test_a_device_that_takes_longer_gets_less() -> None:
     assert found.step_s == pytest.approx(predict(plan.program, found.shares, found.on, *how)[0])
     assert found.on.kinds[1].speed == pytest.approx(plan.on.kinds[1].speed / 2)
     assert found.on.kinds[0].speed == pytest.approx(plan.on.kinds[0].speed)
-    assert "k0 1.00, k1 2.00" in found.notes[-1]
+    assert "box/k0 1.00, box/k1 2.00" in found.notes[-1]
     assert {one.name for one in found.baselines} == {one.name for one in plan.baselines}
     now, told = computing_s(found), (fast_s * found.shares.work[0] / plan.shares.work[0], 0.0)
     assert now[0] == pytest.approx(told[0], rel=0.1)

@@ -31,7 +31,8 @@ from lopsided.clusterfile import MOST_BYTES_OF_A_FILE, parse_cluster
 from lopsided.collectives import Network
 from lopsided.errors import LopsidedError
 from lopsided.graph import Graph
-from lopsided.runtime.measure import Progress, council_of, measure, talkers_of
+from lopsided.runtime.measure import Progress, measure
+from lopsided.runtime.measure_among import council_of, talkers_of
 from lopsided.runtime.measure_kinds import seat_of
 from lopsided.runtime.measure_links import Council, occurrence
 from lopsided.runtime.measure_load import quota_of_processors

@@ -79,6 +79,10 @@ class Council:
 
     group: dist.ProcessGroup | None
 
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group) if self.group is not None else 0
+
     def slowest(self, seconds: float) -> float:
         """The largest of what everyone has found; equal everywhere."""
         return self._agreed([seconds], dist.ReduceOp.MAX)[0]

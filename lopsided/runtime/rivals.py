@@ -30,7 +30,8 @@ from lopsided.plan import Plan
 from lopsided.planfile import parse_plan, plan_text
 from lopsided.rebalance import rebalanced
 from lopsided.runtime.agreement import from_first, in_group_order
-from lopsided.runtime.measure import council_of, undisturbed
+from lopsided.runtime.measure import undisturbed
+from lopsided.runtime.measure_among import council_of
 from lopsided.runtime.measure_links import Council
 from lopsided.runtime.measure_load import Load
 from lopsided.runtime.rehearse import Play, alone_s, together_s

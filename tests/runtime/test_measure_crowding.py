@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections.abc import Callable
 from functools import cache
 
@@ -13,13 +14,18 @@ import torch.distributed as dist
 
 from lopsided import zoo
 from lopsided.capture import capture
+from lopsided.cluster import Cluster
+from lopsided.devices import Kind, Link
 from lopsided.graph import Graph
 from lopsided.processes import Crew
-from lopsided.runtime.measure import council_of
+from lopsided.rules import derive_rules
+from lopsided.runtime import measure_steps as steps
+from lopsided.runtime.measure_among import council_of
 from lopsided.runtime.measure_crowding import arranged, crowding_of, measure_crowding, shared_chips
 from lopsided.runtime.measure_kinds import Found, Seat, Took, kinds_of, seat_of
 from lopsided.runtime.measure_links import Council
 from lopsided.runtime.measure_ops import Job, Speeds, choose_jobs
+from lopsided.runtime.measure_rehearsal import Rehearsal, _laid_out
 
 CPU = torch.device("cpu")
 SPEEDS = Speeds((("f32", 1e10),), 1e9, 1e-5)
@@ -73,6 +79,42 @@ def test_who_shares_nothing_is_not_measured() -> None:
     found = [table_of(1e-3)] * 3
     # There is nobody to agree with: it would fail if it were tried.
     assert measure_crowding([small_graph()], CPU, Council(None), seats, found, jobs, 1.0) == (1.0, 1.0, 1.0)
+
+
+# Whole steps
+
+
+def turn_taken(gpus: tuple[str, ...], what: Rehearsal | None) -> tuple[float, float, float]:
+    """In a worker: what the step took, and when it began and ended; nothing is really run."""
+    began, ended = 0.0, 0.0
+
+    def run(*_: object) -> float:
+        nonlocal began, ended
+        began = time.monotonic()
+        time.sleep(0.05)
+        ended = time.monotonic()
+        return 2.0
+
+    real, steps.alone_s = steps.alone_s, run
+    try:
+        with council_of(None) as council:
+            seats = [seat(gpu=gpu) for gpu in gpus]
+            return steps._with_others_at_rest(what, CPU, council, seats, 0.1), began, ended
+    finally:
+        steps.alone_s = real
+
+
+def test_those_of_one_gpu_rehearse_in_turn_and_others_at_the_same_time(crews: Callable[[int], Crew]) -> None:
+    graph = small_graph()
+    kinds = (Kind("k", "box", 1, 2, (("f32", 1e9),), 1e9, 2**33, 0.0),)
+    what = _laid_out(derive_rules(graph), Cluster("made up", "", kinds, Link(1e-6, 1e9), Link(1e-6, 1e9)))
+    assert what is not None
+    told = crews(3).run(turn_taken, ("0", "1", "0"), what)
+    assert [taken for taken, _, _ in told] == [2.0, 0.0, 2.0]  # who has a GPU to itself has nobody to be crowded by
+    (_, _, first_ended), _, (_, second_began, _) = told
+    assert first_ended <= second_began
+    assert [taken for taken, _, _ in crews(2).run(turn_taken, ("0", "0"), None)] == [0.0, 0.0]
+    assert [taken for taken, _, _ in crews(2).run(turn_taken, ("", ""), what)] == [0.0, 0.0]
 
 
 # What is made of times

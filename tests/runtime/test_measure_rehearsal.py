@@ -21,8 +21,8 @@ from lopsided.devices import Kind, Link, Measured
 from lopsided.graph import Graph
 from lopsided.placement import I, P, Placement, S, Shares
 from lopsided.processes import Crew
-from lopsided.runtime import measure as room
 from lopsided.runtime import measure_ops, measure_rehearsal, rehearse
+from lopsided.runtime import measure_steps as room
 from lopsided.runtime.echo import Echo
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.measure import take_measurement
