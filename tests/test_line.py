@@ -72,6 +72,7 @@ ORDER = (
     "record",
     "confront",
     "feedback",
+    "rebalance",
     "processes",
     "runtime",
     "demo",
