@@ -29,9 +29,9 @@ from proof import BASELINES, ON_CPU, OURS
 from lopsided.ablation import HAP
 
 WHY = {
-    "lab-gpu": "vgg19 spends three quarters of a step in one op, `adaptive_avg_pool2d`, forward and backward, which is "
-    "bound by memory that all parts of the GPU share. Shares matter little then: 46 to 51 % for the largest part were "
-    "tried and raced, and all took 256 to 270 ms. What is left is noise of rounds, in which all send through one host.",
+    "lab-gpu": "vgg19 spends three quarters of a step in one op, `adaptive_avg_pool2d`, forward and backward. Why no "
+    "shares of ours beat shares by speed there is not known; that the op is bound by memory which all parts of the GPU "
+    "share would explain it and was not tested. Rounds of ours took 264 to 298 ms, of DDP by speed 260 to 281.",
     "lab-gpu-2": "differences of a few percent between one process that trains by a plan and one of plain torch.",
     "lab-even": "where the plan is data parallelism, what is left is the difference between two implementations of it, "
     "and noise of a few percent.",
