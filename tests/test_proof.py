@@ -26,6 +26,7 @@ import accuracy  # noqa: E402
 import cells  # noqa: E402
 import contestants  # noqa: E402
 import figures  # noqa: E402
+import page  # noqa: E402
 import proof  # noqa: E402
 import race  # noqa: E402
 
@@ -351,6 +352,18 @@ def test_pictures_and_page_are_made_of_results(results: Path, tmp_path: Path) ->
     for line in text.splitlines():
         if "](figures/" in line:
             assert (tmp_path / "docs" / line.partition("](")[2].partition(")")[0]).is_file()
+
+
+def test_a_goal_that_some_runs_reach_is_not_reached() -> None:
+    told = {"lab": "lab-cpu", "model": "gpt2", "programs": 12, "enough": True, "rank_correlation": 0.96}
+
+    def said(**more: Any) -> str:
+        return [*page.goals([], [], [{**told, **more}])][-1]
+
+    assert said().endswith("| 0.960 | reached |")
+    assert said(other_runs=[0.97]).endswith("| 0.960; all runs 0.960 to 0.970 | reached |")
+    assert said(other_runs=[0.8, 0.9]).endswith("| 0.960; all runs 0.800 to 0.960 | **reached in 1 of 3 runs** |")
+    assert said(enough=False).endswith("| **not reached** |")
 
 
 def test_a_goal_that_is_reached_has_no_timeline(results: Path, tmp_path: Path) -> None:
