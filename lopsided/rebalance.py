@@ -21,6 +21,7 @@ from lopsided.confront import fraction_of
 from lopsided.cost import Costs, Scale, optimizer_named
 from lopsided.errors import DoesNotFitError, PlanError
 from lopsided.memory import holdings
+from lopsided.placement import Shares
 from lopsided.plan import Plan
 from lopsided.planner import baselines_of, predict
 from lopsided.schedule import Compute
@@ -65,6 +66,10 @@ def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
     on, cluster, kept = paced(plan.on), paced(plan.cluster), optimizer_named(plan.optimizer)
     costs = Costs(plan.graph, on, kept)
     schedule = plan.laid_out(costs)
+
+    def step_of(shares: Shares) -> float:
+        return run(schedule, costs.network, Scale(on, shares)).step_s
+
     try:
         shares = balance(
             schedule,
@@ -75,15 +80,14 @@ def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
             reference=plan.shares,
             memory_limits=memory_limits(on),
             polish=True,
-            judge=lambda shares: run(schedule, costs.network, Scale(on, shares)).step_s,
+            judge=step_of,
         ).shares
     except DoesNotFitError:
         return None
-    how = (plan.optimizer, plan.regather, plan.bucket_bytes)
-    before_s, _, _ = predict(plan.program, plan.shares, on, *how)
-    step_s, breakdown, memory = predict(plan.program, shares, on, *how)
-    if step_s > _WORTH * before_s:
+    if step_of(shares) > _WORTH * step_of(plan.shares):
         return None
+    how = (plan.optimizer, plan.regather, plan.bucket_bytes)
+    step_s, breakdown, memory = predict(plan.program, shares, on, *how)
     paces = ", ".join(f"{node}/{name} {factor:.2f}" for (node, name), factor in times.items())
     note = f"shares are balanced by what devices took, times what was predicted: {paces}"
     return replace(
