@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from beat import Beat
 from contestants import Contestant, Entry, Subject, enter
 from lab import start_line
 
@@ -42,6 +43,8 @@ from lopsided.runtime.world import begin
 
 SCRIPT = Path(__file__).resolve()
 AT_HAND_BYTES = 3 * 2**30
+BEATS_ASIDE, BEATS_A_ROUND = 5, 2
+"""Of the work that tells how steady the machine is: before and after a profile, and before every round."""
 COMPARED = 4
 """So many losses of each contestant are compared and kept."""
 
@@ -82,13 +85,18 @@ def read_subjects(folder: Path) -> list[Subject]:
 def profile_rank(folder: Path, budget_s: float) -> None:
     """Measure for each model, and have rank 0 write it down."""
     device = _arrived()
+    beat = Beat(device)
     for subject in read_subjects(folder):
         with subject.casting(device):
             graph = capture(*subject.built(device))
         start_line(dist.get_rank())
+        before = beat.times(BEATS_ASIDE)
         found = take_measurement(graph, device, optimizers=("adamw",), budget_s=budget_s)
+        beats: list[list[float]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(beats, before + beat.times(BEATS_ASIDE))
         if dist.get_rank() == 0:
             told = {
+                "beats": beats,
                 "toml": found.cluster.text(),
                 "op_error": found.op_error,
                 "link_error": found.link_error,
@@ -178,6 +186,7 @@ def _race_rank(task: Race, folder: Path, device: torch.device) -> None:
             entered[entry.name] = made
     start_line(rank)
     ready = time.perf_counter()
+    beat, beats = Beat(device), list[float]()
     losses: dict[str, list[float]] = {name: [] for name in entered}
     seconds: dict[str, list[float]] = {name: [] for name in entered}
     waited: dict[str, list[float]] = {name: [] for name in entered}
@@ -195,6 +204,7 @@ def _race_rank(task: Race, folder: Path, device: torch.device) -> None:
     for _ in range(pace.rounds):
         if not _everyone(time.perf_counter() < until):
             break
+        beats += beat.times(BEATS_A_ROUND)
         for name in shuffle.sample(list(entered), len(entered)):
             taken, stood, trouble = _steps(name, entered[name], pace.steps, device, losses[name])
             if trouble:
@@ -204,6 +214,7 @@ def _race_rank(task: Race, folder: Path, device: torch.device) -> None:
             seconds[name].append(taken)
             waited[name].append(stood)
     told = {
+        "beats": beats,
         "seconds": seconds,
         "waited": waited,
         "losses": {name: found[:COMPARED] for name, found in losses.items()},

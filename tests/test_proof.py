@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 from xml.etree import ElementTree
@@ -23,6 +25,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import accuracy  # noqa: E402
+import beat  # noqa: E402
 import cells  # noqa: E402
 import contestants  # noqa: E402
 import figures  # noqa: E402
@@ -212,7 +215,40 @@ def test_what_ranks_saw_becomes_a_row() -> None:
     if plans["no-sfb"].program == plans[proof.OURS].program:
         assert found["no-sfb"]["same_as"] == proof.OURS
     assert json.loads(json.dumps(row)) == row
-    assert "deepspeed-1" in proof.said("lab", "gpt2", row | {"took_s": {"all": 1.0}})
+    said = proof.said("lab", "gpt2", row | {"took_s": {"all": 1.0}, "drift": 0.01})
+    assert "deepspeed-1" in said
+    assert "proves little" not in said
+    assert "1.20 times as long" in proof.said("lab", "gpt2", row | {"took_s": {"all": 1.0}, "drift": 0.2})
+
+
+def test_drift_is_that_of_the_rank_that_changed_most() -> None:
+    profile = [[1.0, 1.1, 5.0], [2.0, 2.0, 2.0]]
+    assert beat.drift(profile, profile) == 0
+    assert beat.drift(profile, [[1.2, 1.2, 1.2], [1.0, 1.0, 9.0]]) == -0.5
+    assert beat.drift(profile, [[2.2, 2.2], [2.0, 2.0]]) == pytest.approx(1.0)
+
+
+def test_of_attempts_the_steadiest_counts_whoever_won_in_it() -> None:
+    drifts = {"mean": [0.2, -0.01], "sum": [-0.3, 0.1, 0.2], "calm": [0.02]}
+    times: Counter[str] = Counter()
+
+    def once(group: proof.Group) -> Iterator[tuple[contestants.Subject, dict[str, Any]]]:
+        for subject, _ in group:
+            number, name = times[subject.name], subject.name
+            times[name] += 1
+            ours = {"measured_s": 1.0 + number, "predicted_s": 0.5}
+            found = {proof.OURS: ours, "dp-ev": {"measured_s": 3.0}, "deepspeed-1": {"unavailable": "no"}}
+            yield subject, {"drift": drifts[name][number], "contestants": found}
+
+    group = [(contestants.Subject(name, ""), cast(Any, None)) for name in drifts]
+    rows = {subject.name: row for subject, row in proof.steadiest(once, group, 3)}
+    assert times == {"mean": 2, "sum": 3, "calm": 1}, "measured again until it was steady, three times at most"
+    assert [rows[name]["drift"] for name in drifts] == [-0.01, 0.1, 0.02]
+    assert rows["sum"]["contestants"][proof.OURS]["measured_s"] == 2.0
+    assert [one["drift"] for one in rows["sum"]["attempts"]] == drifts["sum"]
+    assert rows["sum"]["attempts"][0]["measured_s"] == {proof.OURS: 1.0, "dp-ev": 3.0}
+    assert rows["sum"]["attempts"][0]["predicted_s"] == 0.5
+    assert len(rows["calm"]["attempts"]) == 1
 
 
 def test_the_drawn_timeline_is_the_predicted_step() -> None:

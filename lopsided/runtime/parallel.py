@@ -34,6 +34,7 @@ from lopsided.planfile import plan_text
 from lopsided.program import Program, parse_program
 from lopsided.runtime import replicas
 from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
+from lopsided.runtime.buffers import Buffers
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.gradients import Gradients
 from lopsided.runtime.initial import initialise
@@ -179,6 +180,7 @@ class Parallel(nn.Module):
         self.recording: Recording | None = None
         self.training = model.training
         self._every_module = list(self.modules())
+        self._buffers_by_name = Buffers(self)
         self._programs = {self._mode(): plan.program}
         watch_optimizers(self)
 
@@ -333,8 +335,7 @@ class Parallel(nn.Module):
         loss, updates, own = steps.run(self._leaves(program) | local)
         with self.wire.recorder.handshaking() if self.wire.recorder is not None else nullcontext():
             self.watch.finish_handshake()
-        for name, value in updates.items():
-            self.get_buffer(name).copy_(value)
+        self._buffers_by_name.update(updates)
         if self.training and self._check_every and self._forwards % self._check_every == 0:
             self._compare_replicas()
         self._remember(loss, own)
@@ -358,15 +359,17 @@ class Parallel(nn.Module):
 
     def _leaves(self, program: Program) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        changed = {buffer for buffer, _ in program.graph.updates}
+        # A buffer that gets a new value is still needed as it was when going backward.
+        changed = {buffer for buffer, _ in program.graph.updates} if torch.is_grad_enabled() else set()
+        kept = self._buffers_by_name.copies(
+            leaf.target for leaf in program.graph.leaves if leaf.kind == "buffer" and leaf.target in changed
+        )
         for leaf in program.graph.leaves:
             name = leaf.value.name
             if leaf.kind == "parameter":
                 found[name] = self._stored[leaf.target]
             elif leaf.kind == "buffer":
-                buffer = self.get_buffer(leaf.target)
-                # One that gets a new value is still needed as it was when going backward.
-                found[name] = buffer.clone() if leaf.target in changed and torch.is_grad_enabled() else buffer
+                found[name] = kept[leaf.target] if leaf.target in kept else self._buffers_by_name[leaf.target]
             elif leaf.kind == "constant":
                 found[name] = self._constant(leaf)
         return found
