@@ -28,9 +28,10 @@ import record
 import torch
 from contestants import Subject
 from lab import SPECS, build
-from proof import ON_CPU, OURS, QUICK, SUBJECTS, race_in, said
+from proof import OURS, race_in, said
 from race import Pace
 from scipy.stats import spearmanr
+from subjects import ON_CPU, QUICK, SUBJECTS
 
 from lopsided.ablation import ADDITIONS, HAP
 from lopsided.capture import capture

@@ -28,7 +28,7 @@ import record
 import torch
 
 from lopsided import LopsidedError, capture, derive_rules, models, zoo
-from lopsided.candidates import Limits, Workshop
+from lopsided.candidates import Limits
 from lopsided.classics import data_parallel
 from lopsided.cluster import Cluster
 from lopsided.clusterfile import load_cluster
@@ -40,6 +40,7 @@ from lopsided.program import check_program
 from lopsided.retype import in_dtype
 from lopsided.rules import RuleBook
 from lopsided.search import Found, search
+from lopsided.workshop import Workshop
 
 HAP_BATCH = 32 * 64  # 32 a device on hap-64
 DEVICES_BATCH = 1024  # what the smallest of these clusters has room for

@@ -96,7 +96,7 @@ def profile_rank(folder: Path, budget_s: float) -> None:
         dist.all_gather_object(beats, before + beat.times(BEATS_ASIDE))
         if dist.get_rank() == 0:
             told = {
-                "beats": beats,
+                "beats_s": beats,
                 "toml": found.cluster.text(),
                 "op_error": found.op_error,
                 "link_error": found.link_error,

@@ -19,7 +19,7 @@ from pathlib import Path
 from torch import nn
 
 from lopsided.ablation import ADDITIONS, DEVICES, SEGMENTS, Belief, additions_named, beliefs, fewer_rules
-from lopsided.candidates import Candidate, Limits, Workshop
+from lopsided.candidates import Candidate, Limits
 from lopsided.capture import LossFn, capture
 from lopsided.classics import STATE, stored_so
 from lopsided.cluster import Cluster
@@ -40,6 +40,7 @@ from lopsided.schedule import BUCKET_BYTES, lay_out
 from lopsided.search import Progress
 from lopsided.segments import given_segments
 from lopsided.timeline import Timeline, run
+from lopsided.workshop import Workshop
 
 ABOUT = {
     "dp-ev": "data parallelism, equal shares",

@@ -66,6 +66,7 @@ ORDER = (
     "ablation",
     "classics",
     "candidates",
+    "workshop",
     "plan",
     "planner",
     "planfile",

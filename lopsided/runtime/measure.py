@@ -5,8 +5,8 @@ In: a `Graph` (or several), this process's device, a process group. Out: the sam
 
 All processes measure at once, because devices that share a core, a bus or a memory will do so in training, too; who is
 done early works on until all are. First what the roofline is made of, then the calls that take most of a step by
-their estimates, the optimizer's step, a whole step, by which the calls are corrected, collectives, and what
-computing and sending cost each other.
+their estimates, the optimizer's step, a whole step, collectives, what computing and sending cost each other, and
+the whole step once more: by what it takes the calls are corrected.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from lopsided.runtime.measure_ops import (
     speed_dtypes,
 )
 from lopsided.runtime.measure_overhead import measure_overhead
-from lopsided.runtime.measure_steps import REHEARSAL_PART, Steps, agreed, packing, rehearsed
+from lopsided.runtime.measure_steps import LOOKS_AFTER, LOOKS_BEFORE, REHEARSAL_PART, Looks, Steps, agreed, packing
 from lopsided.runtime.measure_updates import fractions_of, measure_update, trained_dtypes
 
 Progress = Callable[[int, int], object]
@@ -158,37 +158,32 @@ def take_measurement(
         ranks = len(seats)
         kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads)
         cluster = Cluster("measured", _about(seats, budget_s, group), kinds, _UNKNOWN, _UNKNOWN)
-        steps = Steps()
-        rehearsal = agreed(graphs[0], cluster, council, budget_s) if len(graphs) == 1 else None
-        if rehearsal is not None:
-            got = devices.calm[council.rank].got
-            steps = rehearsed(rehearsal, device, council, seats, got, budget_s)
-        if len(graphs) == 1:
-            progress(parts - link_parts(ranks), parts)
-        if steps.corrections:
-            talking = frozenset(job.text for job in devices.jobs if job.talks)
-            tables = zip(devices.found, steps.corrections, strict=True)
-            found = [corrected(table, correction, talking) for table, correction in tables]
-            devices = replace(devices, found=found)
-        crowdings: tuple[float, ...] = ()
-        if shared_chips(seats):
-            budget = _CROWDING_PART * budget_s
-            by_calls = measure_crowding(graphs, device, council, seats, devices.found, devices.jobs, budget)
-            crowdings = tuple(
-                whole or calls for whole, calls in zip(steps.crowdings or by_calls, by_calls, strict=True)
-            )
-        if steps.corrections or crowdings:
-            kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads, crowdings)
-            cluster = replace(cluster, kinds=kinds)
+        rehearsing = len(graphs) == 1
+        rehearsal = agreed(graphs[0], cluster, council, budget_s) if rehearsing else None
+        got = devices.calm[council.rank].got
+        looks = None if rehearsal is None else Looks(rehearsal, device, council, got, budget_s)
+        if looks is not None:
+            looks.take(LOOKS_BEFORE)
         fits: tuple[Fit, ...] = ()
         drags: tuple[float, ...] = (0.0,) * ranks
+        world: World | None = None
         if ranks > 1:
-            left = iter(range(parts - link_parts(ranks) + 1, parts + 1))
+            left = iter(range(parts - link_parts(ranks) - rehearsing + 1, parts + 1))
             world = World(group_to_talk(group, seats), council, device, *sent(graphs), budget_s)
             speeds = paces(seats, devices.found, devices.jobs)
             cluster, fits, drags = with_links(cluster, world, seats, speeds, lambda: progress(next(left), parts))
-            if rehearsal is not None and steps.corrections:
-                cluster = replace(cluster, packing=packing(rehearsal, cluster, world))
+        steps = Steps()
+        if looks is not None:
+            looks.take(LOOKS_AFTER)
+            steps = looks.tell(seats)
+        devices = _corrected(devices, steps)
+        crowdings = _crowdings(graphs, device, council, devices, steps, _CROWDING_PART * budget_s)
+        kinds = kinds_of(seats, devices.found, devices.jobs, drags, devices.overheads, crowdings)
+        cluster = replace(cluster, kinds=kinds)
+        if rehearsal is not None and steps.corrections and world is not None:
+            cluster = replace(cluster, packing=packing(rehearsal, cluster, world))
+        if rehearsing:
+            progress(parts, parts)
         lines = tuple(_lines(cluster, devices))
         measurement = Measurement(
             cluster,
@@ -288,6 +283,25 @@ def _measure_devices(
     told = (mine, _calm(turns, slowed), used, around * slowed)
     found, calms, uses, overheads = zip(*cast(list[tuple[Found, Calm, Used, float]], council.hear(told)), strict=True)
     return _Devices(seats, list(found), jobs, _with_others(seats, calms, uses), list(overheads), parts)
+
+
+def _corrected(devices: _Devices, steps: Steps) -> _Devices:
+    """With calls that add up to whole steps, where these are known."""
+    if not steps.corrections:
+        return devices
+    talking = frozenset(job.text for job in devices.jobs if job.talks)
+    tables = zip(devices.found, steps.corrections, strict=True)
+    return replace(devices, found=[corrected(table, correction, talking) for table, correction in tables])
+
+
+def _crowdings(
+    graphs: Sequence[Graph], device: torch.device, council: Council, devices: _Devices, steps: Steps, budget_s: float
+) -> tuple[float, ...]:
+    """Of each rank, by whole steps, or by calls where no step was run; nothing, where nobody shares a chip."""
+    if not shared_chips(devices.seats):
+        return ()
+    by_calls = measure_crowding(graphs, device, council, devices.seats, devices.found, devices.jobs, budget_s)
+    return tuple(whole or calls for whole, calls in zip(steps.crowdings or by_calls, by_calls, strict=True))
 
 
 def _slowest_of_each(council: Council, found: dict[str, float]) -> dict[str, float]:

@@ -7,7 +7,6 @@ sending cost each other (`with_links`).
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from lopsided.cluster import Cluster
 from lopsided.collectives import Network
-from lopsided.devices import Kind, Link
+from lopsided.devices import Link
 from lopsided.graph import Graph
 from lopsided.runtime.measure_beside import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
 from lopsided.runtime.measure_kinds import Seat, chip_of, node_names, seat_of
@@ -116,7 +115,7 @@ def sent(graphs: Sequence[Graph]) -> tuple[torch.dtype, int]:
 def with_links(
     cluster: Cluster, world: World, seats: Sequence[Seat], paces: Sequence[float], step: Callable[[], object]
 ) -> tuple[Cluster, tuple[Fit, ...], tuple[float, ...]]:
-    """The cluster with its collectives measured, their fits, and the drag of each rank."""
+    """The cluster with its collectives measured, their fits, and the drag of each rank, which kinds do not have yet."""
     # Groups inside hosts must be made by all processes: where only some measure, all links are taken to be alike.
     all_measure = dist.get_world_size(world.group) == dist.get_world_size()
     has_two_links = 1 < cluster.nodes < cluster.devices
@@ -139,7 +138,6 @@ def with_links(
     return (
         replace(
             cluster,
-            kinds=_dragging(cluster, drags),
             within=within or link,
             between=link,
             collectives=tuple((fit.collective, fit.way, fit.link) for fit in fits),
@@ -155,11 +153,6 @@ def _beside(talkers: Talkers, reduce: Link, budget_s: float) -> Beside:
     """With as much as takes an eighth of the time there is, so that it can be sent several times."""
     fitting = max(budget_s / 8 - reduce.latency_s, 0.0) * reduce.bytes_per_s
     return measure_beside(talkers, int(min(max(fitting, SMALLEST_BYTES), LARGEST_BYTES)), budget_s)
-
-
-def _dragging(cluster: Cluster, drags: Sequence[float]) -> tuple[Kind, ...]:
-    spans = zip(cluster.kinds, cluster.spans, strict=True)
-    return tuple(replace(kind, drag=statistics.fmean(drags[first:last])) for kind, (first, last) in spans)
 
 
 def _unequal(speeds: Sequence[float]) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """Whole steps, run by all ranks at the same time, and what they tell of calls, of shared chips, and of packing.
 
-In: a cluster whose calls are measured. Out: the step to rehearse (`agreed`), what it tells of each rank (`rehearsed`),
-and what gathering and scattering parameters costs beside sending them (`packing`).
+In: a cluster whose calls are measured. Out: the step to rehearse (`agreed`), what it tells of each rank (`Looks`), and
+what gathering and scattering parameters costs beside sending them (`packing`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from lopsided.runtime.rehearse import alone_s, together_s
 
 REHEARSAL_PART, _AT_MOST = 0.10, 0.25  # of the budget: what a rehearsal should take, and may
 _HIDING_PART = 0.35  # beside it, at most, where steps are short
-_LOOKS, _DISTURBED = 2, 1.25  # at every step that is rehearsed, some time apart; times the shortest is no look at it
+LOOKS_BEFORE, LOOKS_AFTER = 2, 1  # links are measured: at every step that is rehearsed
+_LOOKS, _DISTURBED = LOOKS_BEFORE + LOOKS_AFTER, 1.1  # times the shortest is no look at it
 
 
 def agreed(graph: Graph, cluster: Cluster, council: Council, budget_s: float) -> Rehearsal | None:
@@ -54,34 +55,46 @@ class Steps:
     crowdings: tuple[float, ...] = ()
 
 
-def rehearsed(
-    rehearsal: Rehearsal, device: torch.device, council: Council, seats: Sequence[Seat], got: float, budget_s: float
-) -> Steps:
-    """All ranks call this; `got` is the part of the time that this one's process runs."""
-    seat = council.rank * rehearsal.smaller
-    lasting_s = REHEARSAL_PART * budget_s / 2 / _LOOKS
-    load = Load(device)
+class Looks:
+    """Seconds of this rank's part of a step, and of a whole one by itself, taken again after some time: in the busy
+    moment of a machine that others use, all calls together look slower than they are. All ranks do all of it."""
 
-    def look(what: Rehearsal | None, seat: int) -> float:
-        watch = Stopwatch(device)
-        council.meet(load)
-        taken = None if what is None else alone_s(what.play, seat, device, lasting_s, watch.now)
-        council.meet(load)
+    def __init__(
+        self, rehearsal: Rehearsal, device: torch.device, council: Council, got: float, budget_s: float
+    ) -> None:
+        """`got` is the part of the time that this one's process runs."""
+        self._device, self._council, self._got = device, council, got
+        self._seat = council.rank * rehearsal.smaller
+        self._share, self._all = rehearsal, prepared_alone(rehearsal, self._seat, _AT_MOST * budget_s)
+        self._lasting_s = REHEARSAL_PART * budget_s / 2 / _LOOKS
+        self._load = Load(device)
+        self._looks: list[tuple[float, float]] = []
+
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            self._looks.append((self._seconds(self._share, self._seat), self._seconds(self._all, 0)))
+
+    def _seconds(self, what: Rehearsal | None, seat: int) -> float:
+        watch = Stopwatch(self._device)
+        self._council.meet(self._load)
+        taken = None if what is None else alone_s(what.play, seat, self._device, self._lasting_s, watch.now)
+        self._council.meet(self._load)
         # By the clock of the calls, and stretched as they are: it is too short to tell what a quota makes of it.
-        return math.inf if taken is None else taken / got
+        return math.inf if taken is None else taken / self._got
 
-    alone = prepared_alone(rehearsal, seat, _AT_MOST * budget_s)
-    looks = [(look(rehearsal, seat), look(alone, 0)) for _ in range(_LOOKS)]
-    share_s, all_s = (_undisturbed_mean(seconds) for seconds in zip(*looks, strict=True))
-    with_share = Rehearsed(expected(rehearsal, seat), share_s) if share_s < math.inf else None
-    with_all = Rehearsed(expected(alone, 0), all_s) if alone is not None and all_s < math.inf else None
-    quiet_s = _with_others_at_rest(alone if with_all is not None else None, device, council, seats, lasting_s)
-    crowding = crowding_of([quiet_s], [all_s]) if quiet_s else 0.0
-    mine = None if with_share is None else correction_by(with_share, with_all)
-    told = (mine, 0.0 if with_share is None else round(with_share.ratio, 6), crowding)
-    everyone = cast(list[tuple[Correction | None, float, float]], council.hear(told))
-    corrections, ratios, crowdings = zip(*everyone, strict=True)
-    return Steps(corrections, ratios, crowdings) if None not in corrections else Steps()
+    def tell(self, seats: Sequence[Seat]) -> Steps:
+        """What they come to."""
+        share_s, all_s = (_undisturbed_mean(seconds) for seconds in zip(*self._looks, strict=True))
+        with_share = Rehearsed(expected(self._share, self._seat), share_s) if share_s < math.inf else None
+        whole = self._all if all_s < math.inf else None
+        with_all = Rehearsed(expected(whole, 0), all_s) if whole is not None else None
+        quiet_s = _with_others_at_rest(whole, self._device, self._council, seats, self._lasting_s)
+        crowding = crowding_of([quiet_s], [all_s]) if quiet_s else 0.0
+        mine = None if with_share is None else correction_by(with_share, with_all)
+        told = (mine, 0.0 if with_share is None else round(with_share.ratio, 6), crowding)
+        everyone = cast(list[tuple[Correction | None, float, float]], self._council.hear(told))
+        corrections, ratios, crowdings = zip(*everyone, strict=True)
+        return Steps(corrections, ratios, crowdings) if None not in corrections else Steps()
 
 
 def _with_others_at_rest(
@@ -103,8 +116,8 @@ def _with_others_at_rest(
 def _undisturbed_mean(seconds: Sequence[float]) -> float:
     """Without looks that took far longer than the shortest: whatever else a chip does makes a step longer.
 
-    >>> _undisturbed_mean([1.0, 1.5]), _undisturbed_mean([1.5, 1.0, 1.25]), _undisturbed_mean([math.inf, math.inf])
-    (1.0, 1.125, inf)
+    >>> _undisturbed_mean([1.15, 1.15, 1.0]), _undisturbed_mean([1.5, 1.0, 1.1]), _undisturbed_mean([math.inf] * 2)
+    (1.0, 1.05, inf)
     """
     return statistics.fmean(s for s in seconds if s <= _DISTURBED * min(seconds))
 

@@ -33,11 +33,13 @@ from lopsided.plan import Plan
 from lopsided.planfile import plan_text
 from lopsided.program import Program, parse_program
 from lopsided.runtime import replicas
+from lopsided.runtime.adoption import Adopted, adopt, replaced
 from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
 from lopsided.runtime.buffers import Buffers
 from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.gradients import Gradients
 from lopsided.runtime.initial import initialise
+from lopsided.runtime.lastloss import LastLoss
 from lopsided.runtime.op import AnyRandomness
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.pieces import Piece, piece_of
@@ -168,9 +170,7 @@ class Parallel(nn.Module):
         self._constant_tensors: dict[int, Tensor] = {}
         self.randomness: AnyRandomness = randomness or Randomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
-        self._last_loss: Tensor | None = None
-        self._last_own: Tensor | None = None
-        self._told: torch.cuda.Event | None = None  # behind which the last loss is on the host
+        self._last_loss = LastLoss(self._here())
         if self.wire is not None:
             self._exchange = Exchange(self.wire, self.shares, network)
             self._gradients = Gradients(self._exchange, plan.bucket_bytes if bucket_bytes is None else bucket_bytes)
@@ -195,50 +195,13 @@ class Parallel(nn.Module):
         }
         needed = {leaf.target for leaf in self._graph.leaves if leaf.kind == "buffer"}
         local = initialise(model, pieces, self.world.device, init=init, seed=seed, needed=needed)
-        _adopt(model, pieces, local)
+        adopt(model, pieces, local)
         self._modules.update(model._modules)
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
-        # Tied names share one piece.
-        self._stored, self._places = {}, []
-        for name, piece in pieces.items():
-            for also in (name, *piece.also):
-                path, _, key = also.rpartition(".")
-                owner = self.get_submodule(path)
-                self._places.append((owner, key, name))
-                self._stored[name] = owner.get_parameter(key)
+        self._adopted = Adopted(self, pieces)
         return pieces
-
-    def _check_parameters(self) -> None:
-        """Every parameter is still the one that was put there, in shape, dtype and place."""
-        for owner, key, name in self._places:
-            parameter, piece = self._stored[name], self.pieces[name]
-            if owner._parameters.get(key) is not parameter:
-                raise TrainingError(
-                    f"the parameter {name} was replaced after parallelize",
-                    where=self._here(),
-                    do="change parameters before parallelize, or in place: with torch.no_grad(): p.copy_(...)",
-                )
-            if parameter.shape != piece.local_shape or parameter.dtype != piece.dtype:
-                raise TrainingError(
-                    f"the parameter {name} was {piece.dtype}{list(piece.local_shape)} and is "
-                    f"{parameter.dtype}{list(parameter.shape)}",
-                    where=self._here(),
-                    do="convert the model before parallelize, and plan it so (`lopsided plan --dtype`)",
-                )
-            if parameter.requires_grad and not piece.trained:
-                raise TrainingError(
-                    f"the parameter {name} was frozen when it was planned, and is not any more",
-                    where=self._here(),
-                    do="set requires_grad before parallelize, and plan anew",
-                )
-            if parameter.device != self.world.device:
-                raise TrainingError(
-                    f"the parameter {name} was moved from {self.world.device} to {parameter.device}",
-                    where=self._here(),
-                    do="leave parameters where parallelize puts them; it takes device=",
-                )
 
     def _here(self) -> str:
         return f"rank {self.world.rank}"
@@ -303,8 +266,8 @@ class Parallel(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The global loss of a batch: the whole one, or this rank's share of it."""
-        self._check_last_loss()
-        self._check_parameters()
+        self._last_loss.check()
+        self._adopted.check(self.world.device, self._here())
         if args and kwargs:
             raise BatchError(
                 "the batch comes partly by position and partly by name",
@@ -338,7 +301,7 @@ class Parallel(nn.Module):
         self._buffers_by_name.update(updates)
         if self.training and self._check_every and self._forwards % self._check_every == 0:
             self._compare_replicas()
-        self._remember(loss, own)
+        self._last_loss.remember(loss, own, self._forwards)
         self._send_to_bystanders(loss)
         if loss.requires_grad:
             self._gradients.reset()
@@ -367,7 +330,7 @@ class Parallel(nn.Module):
         for leaf in program.graph.leaves:
             name = leaf.value.name
             if leaf.kind == "parameter":
-                found[name] = self._stored[leaf.target]
+                found[name] = self._adopted.by_name[leaf.target]
             elif leaf.kind == "buffer":
                 found[name] = kept[leaf.target] if leaf.target in kept else self._buffers_by_name[leaf.target]
             elif leaf.kind == "constant":
@@ -392,7 +355,7 @@ class Parallel(nn.Module):
                 self._exchange,
                 self._gradients,
                 self.randomness,
-                self._stored,
+                self._adopted.by_name,
                 self.world.device,
                 regather=self.plan.regather,
                 bucket_bytes=self._gradients.bucket_bytes,
@@ -428,7 +391,7 @@ class Parallel(nn.Module):
             ]
         args, kwargs = self._rebuild(tensors)
         batch: object = kwargs if self._is_mapping else args if self._several else args[0]
-        with _replaced(model, whole, self.pieces):
+        with replaced(model, whole, self.pieces):
             return capture(model, batch, loss_fn=self._loss_fn)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -499,39 +462,9 @@ class Parallel(nn.Module):
         )
         return self.recording
 
-    # What can be wrong with a loss
-
-    def _remember(self, loss: Tensor, own: Tensor) -> None:
-        if loss.device.type == "cpu":
-            self._last_loss, self._last_own = loss.detach(), own
-            self._check_last_loss()
-            return
-        # To the host behind the forward pass. Asked for later it would have to wait for all that is queued by then, and
-        # the device would stand still between two steps.
-        both = torch.stack((loss.detach().reshape(()).double(), own.reshape(-1).double().sum()))
-        told = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(both, non_blocking=True)
-        self._last_loss, self._last_own = told[0], told[1]
-        self._told = torch.cuda.current_stream(loss.device).record_event()
-
-    def _check_last_loss(self) -> None:
-        """A loss that is no number ends the run; on a GPU it is looked at one step later, to not wait for it."""
-        loss, own = self._last_loss, self._last_own
-        if self._told is not None:
-            self._told.synchronize()
-            self._told = None
-        self._last_loss = self._last_own = None
-        if loss is None or own is None or bool(loss.isfinite().all()):
-            return
-        mine = "its own term is not finite either" if not bool(own.isfinite().all()) else "its own term is finite"
-        raise TrainingError(
-            f"the loss is {loss.item():g} in forward pass {self._forwards}",
-            where=f"{self._here()}: {mine}",
-            do="lower the learning rate, clip gradients, or look at the data of the ranks whose term is not finite",
-        )
-
     def before_saving(self) -> None:
         """What must hold before anything is saved: a finite loss, and replicas that are equal."""
-        self._check_last_loss()
+        self._last_loss.check()
         if self.wire is not None:
             self._compare_replicas()
 
@@ -590,36 +523,6 @@ def _constants(batch: object) -> dict[str, str]:
     """What is in a batch beside tensors; captured once, it cannot change."""
     entries: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {}
     return {str(key): repr(value) for key, value in entries.items() if isinstance(value, bool | int | float | str)}
-
-
-def _adopt(model: nn.Module, pieces: Mapping[str, Piece], local: Mapping[str, Tensor]) -> None:
-    """Put this process's tensors in place of the model's."""
-    made = {name: nn.Parameter(local[name], requires_grad=piece.trained) for name, piece in pieces.items()}
-    first = {also: name for name, piece in pieces.items() for also in (name, *piece.also)}
-    for path, module in model.named_modules():
-        for key in [key for key, tensor in module._parameters.items() if tensor is not None]:
-            module._parameters[key] = made[first[f"{path}.{key}" if path else key]]
-        for key in [key for key, tensor in module._buffers.items() if tensor is not None]:
-            name = f"{path}.{key}" if path else key
-            if name in local:
-                module._buffers[key] = local[name]
-
-
-@contextmanager
-def _replaced(model: nn.Module, whole: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> Iterator[None]:
-    """The model with other parameters, put back afterwards."""
-    before: list[tuple[nn.Module, str, nn.Parameter | None]] = []
-    try:
-        for name, piece in pieces.items():
-            for also in (name, *piece.also):
-                path, _, last = also.rpartition(".")
-                owner = model.get_submodule(path)
-                before.append((owner, last, owner._parameters[last]))
-                owner._parameters[last] = whole[name]
-        yield
-    finally:
-        for owner, last, parameter in before:
-            owner._parameters[last] = parameter
 
 
 class _Loss(torch.autograd.Function):

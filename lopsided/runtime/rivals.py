@@ -1,5 +1,5 @@
 """Plans that compete by the clock: each is run for a few steps, the quickest is balanced by what its devices took, and
-the quicker of the two is taken.
+of the two and all that came close the quickest is taken.
 
 In: several plans of one graph, the same on every rank. Out: a plan, the same on every rank, and what each took
 (`Trial`).
@@ -40,6 +40,7 @@ from lopsided.runtime.world import TIMEOUT_S, World, group_of, meet
 
 _ROUNDS = 2  # over all plans, so that a busy moment does not fall on one alone
 _CLEARLY = 0.99  # times what the first plan takes: by less, chance decides
+_CLOSE = 1.1  # times what the quickest takes: so near, it may have been the better one
 _OWN_S = 0.5  # for which a device runs its part of a step by itself, and a few steps at least
 
 
@@ -71,9 +72,10 @@ def quickest(
         chosen = chosen_by(trials) if trials else plans[0]
         again = stage.balanced(chosen)
         if again is not None:
-            both = stage.tried((chosen, again))
-            trials = [*(one for one in trials if one.plan is not chosen), *both]
-            chosen = chosen_by(both)
+            # Anew, also for the quickest: who is first of several had luck, too, and others would look slow beside it.
+            final = stage.tried((*_nearest(chosen, trials), again))
+            trials = [*(one for one in trials if all(one.plan is not other.plan for other in final)), *final]
+            chosen = chosen_by(final)
     return _noted(chosen, trials), tuple(trials)
 
 
@@ -81,6 +83,13 @@ def chosen_by(trials: Sequence[Trial]) -> Plan:
     """The plan that took least; the first, unless by far."""
     least = min(trials, key=lambda one: one.seconds)
     return least.plan if least.seconds < _CLEARLY * trials[0].seconds else trials[0].plan
+
+
+def _nearest(chosen: Plan, trials: Sequence[Trial]) -> list[Plan]:
+    """The chosen plan, and those that took hardly longer."""
+    took = next((one.seconds for one in trials if one.plan is chosen), math.inf)
+    others = (one for one in trials if one.plan is not chosen)
+    return [chosen, *(one.plan for one in others if one.seconds <= _CLOSE * took and math.isfinite(one.seconds))]
 
 
 def _noted(plan: Plan, trials: Sequence[Trial]) -> Plan:

@@ -11,7 +11,7 @@ from torch import nn
 
 import lopsided
 from lopsided import zoo
-from lopsided.candidates import MEMORY_IN_USE, Limits, Workshop
+from lopsided.candidates import MEMORY_IN_USE, Limits
 from lopsided.capture import capture
 from lopsided.classics import data_parallel, stored_cut
 from lopsided.cluster import Cluster, Kind, Link
@@ -32,6 +32,7 @@ from lopsided.search import Progress
 from lopsided.simulate import one_device, simulate
 from lopsided.verify import compare
 from lopsided.widen import TOLERANCE, in_float64
+from lopsided.workshop import Workshop
 
 
 def cluster(

@@ -28,6 +28,7 @@ from lopsided.runtime.exchange import Exchange
 from lopsided.runtime.measure import take_measurement
 from lopsided.runtime.measure_correction import Correction, Rehearsed, corrected, correction_by
 from lopsided.runtime.measure_kinds import Found, Took
+from lopsided.runtime.measure_links import Council
 from lopsided.runtime.measure_ops import Speeds, choose_jobs, distinct_calls, probe_calls
 from lopsided.runtime.measure_rehearsal import (
     Rehearsal,
@@ -348,6 +349,21 @@ def test_all_ranks_scale_or_none(crews: Callable[[int], Crew]) -> None:
     assert told[0][0] == (1.25, 1.5)
     assert told[0][1] == told[1][1]
     assert [ratios for ratios, _ in crews(2).run(take, graph, 3.0, 1)] == [(), ()]
+
+
+def test_a_busy_moment_does_not_make_all_calls_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsal = prepared(graph_of("gpt2"), measured(graph_of("gpt2")), 1e6)
+    assert rehearsal is not None
+    step_s = 2 * expected(rehearsal, 0).all_s
+    now = {"slower": 1.15}
+    monkeypatch.setattr(room, "alone_s", lambda *_: now["slower"] * step_s)
+    looks = room.Looks(rehearsal, CPU, Council(None), 1.0, 1e6)
+    looks.take(room.LOOKS_BEFORE)
+    now["slower"] = 1.0
+    looks.take(room.LOOKS_AFTER)
+    told = looks.tell([])
+    assert told.ratios == (pytest.approx(Rehearsed(expected(rehearsal, 0), step_s).ratio, rel=1e-5),)
+    assert len(told.corrections) == 1
 
 
 def test_several_graphs_are_not_rehearsed() -> None:

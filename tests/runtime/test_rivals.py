@@ -163,6 +163,39 @@ def test_a_plan_is_balanced_by_what_its_devices_take(crews: Callable[[int], Crew
     assert "tried for some steps" in notes[-1]
 
 
+def by_script(plans: tuple[Plan, ...], balanced: Plan | None, times: list[list[float]]) -> tuple[int, list[float]]:
+    """In a worker: which is taken, and seconds of each, if every time that some are tried they take what is told."""
+    real, script = (room._Stage.tried, room._Stage.balanced), iter(times)
+    room._Stage.tried = lambda _, tried: [Trial(*one) for one in zip(tried, next(script), strict=True)]  # type: ignore[method-assign,assignment]
+    room._Stage.balanced = lambda _, plan: balanced  # type: ignore[method-assign]
+    try:
+        chosen, trials = quickest(plans, CPU)
+    finally:
+        room._Stage.tried, room._Stage.balanced = real  # type: ignore[method-assign]
+    every = [*plans, balanced]
+    which = next(
+        k for k, one in enumerate(every) if one and (one.program, one.shares) == (chosen.program, chosen.shares)
+    )
+    return which, [one.seconds for one in trials]
+
+
+@pytest.mark.parametrize(
+    ("times", "taken", "told"),
+    [
+        ([[1.0, 0.9, 1.3], [0.9, 0.8]], 3, [1.0, 1.3, 0.9, 0.8]),  # nobody came close
+        ([[0.95, 0.9, 1.3], [1.0, 0.95, 1.2]], 0, [1.3, 1.0, 0.95, 1.2]),  # the quickest had been lucky
+        ([[0.95, 0.9, math.inf], [0.9, 0.95, 1.2]], 1, [math.inf, 0.9, 0.95, 1.2]),
+    ],
+)
+def test_who_came_close_runs_again_beside_the_balanced_one(
+    crews: Callable[[int], Crew], times: list[list[float]], taken: int, told: list[float]
+) -> None:
+    plans = plans_of()[:3]
+    assert len(plans) == 3
+    second = replace(plans[1], shares=replace(plans[1].shares, work=tuple(reversed(plans[1].shares.work))))
+    assert crews(1).run(by_script, plans, second, times) == [(taken, told)]
+
+
 def train(tries: int) -> tuple[str, tuple[str, ...], float]:
     """In a worker: a model that is parallelized by trying."""
     torch.manual_seed(0)

@@ -1,0 +1,92 @@
+"""A model's parameters, replaced by this process's pieces of them, and watched from then on.
+
+In: a model, how each parameter is held (`Piece`), this process's tensors. Out: `Adopted`, which knows where each of
+them is and refuses one that was exchanged, converted, thawed or moved; `replaced`, to lend a model other parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lopsided.errors import TrainingError
+from lopsided.runtime.pieces import Piece
+
+
+def adopt(model: nn.Module, pieces: Mapping[str, Piece], local: Mapping[str, Tensor]) -> None:
+    """Put this process's tensors in place of the model's."""
+    made = {name: nn.Parameter(local[name], requires_grad=piece.trained) for name, piece in pieces.items()}
+    first = {also: name for name, piece in pieces.items() for also in (name, *piece.also)}
+    for path, module in model.named_modules():
+        for key in [key for key, tensor in module._parameters.items() if tensor is not None]:
+            module._parameters[key] = made[first[f"{path}.{key}" if path else key]]
+        for key in [key for key, tensor in module._buffers.items() if tensor is not None]:
+            name = f"{path}.{key}" if path else key
+            if name in local:
+                module._buffers[key] = local[name]
+
+
+class Adopted:
+    """The parameters that were put in place, by name; tied names share one."""
+
+    def __init__(self, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+        self._pieces = pieces
+        self.by_name: dict[str, nn.Parameter] = {}
+        # Dictionaries of parameters, not their modules: one of them may hold this.
+        self._places: list[tuple[Mapping[str, nn.Parameter | None], str, str]] = []
+        for name, piece in pieces.items():
+            for also in (name, *piece.also):
+                path, _, key = also.rpartition(".")
+                owner = model.get_submodule(path)
+                self._places.append((owner._parameters, key, name))
+                self.by_name[name] = owner.get_parameter(key)
+
+    def check(self, device: torch.device, where: str) -> None:
+        """Every parameter is still the one that was put there, in shape, dtype and place."""
+        for place, key, name in self._places:
+            parameter, piece = self.by_name[name], self._pieces[name]
+            if place.get(key) is not parameter:
+                raise TrainingError(
+                    f"the parameter {name} was replaced after parallelize",
+                    where=where,
+                    do="change parameters before parallelize, or in place: with torch.no_grad(): p.copy_(...)",
+                )
+            if parameter.shape != piece.local_shape or parameter.dtype != piece.dtype:
+                raise TrainingError(
+                    f"the parameter {name} was {piece.dtype}{list(piece.local_shape)} and is "
+                    f"{parameter.dtype}{list(parameter.shape)}",
+                    where=where,
+                    do="convert the model before parallelize, and plan it so (`lopsided plan --dtype`)",
+                )
+            if parameter.requires_grad and not piece.trained:
+                raise TrainingError(
+                    f"the parameter {name} was frozen when it was planned, and is not any more",
+                    where=where,
+                    do="set requires_grad before parallelize, and plan anew",
+                )
+            if parameter.device != device:
+                raise TrainingError(
+                    f"the parameter {name} was moved from {device} to {parameter.device}",
+                    where=where,
+                    do="leave parameters where parallelize puts them; it takes device=",
+                )
+
+
+@contextmanager
+def replaced(model: nn.Module, whole: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> Iterator[None]:
+    """The model with other parameters, put back afterwards."""
+    before: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    try:
+        for name, piece in pieces.items():
+            for also in (name, *piece.also):
+                path, _, last = also.rpartition(".")
+                owner = model.get_submodule(path)
+                before.append((owner, last, owner._parameters[last]))
+                owner._parameters[last] = whole[name]
+        yield
+    finally:
+        for owner, last, parameter in before:
+            owner._parameters[last] = parameter

@@ -1,0 +1,52 @@
+"""A loss that is no number ends the run, and says whose term it was.
+
+In: the loss of a forward pass and this device's own term of it. Out: nothing, or a `TrainingError`. On a GPU the loss
+is looked at one step later: the host would stand still until all that is queued is done.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lopsided.errors import TrainingError
+
+
+class LastLoss:
+    """The loss that was made last, until somebody has looked at it."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._loss: Tensor | None = None
+        self._own: Tensor | None = None
+        self._told: torch.cuda.Event | None = None  # behind which both are on the host
+        self._number = 0
+
+    def remember(self, loss: Tensor, own: Tensor, number: int) -> None:
+        """`number` is that of the forward pass."""
+        self._number = number
+        if loss.device.type == "cpu":
+            self._loss, self._own = loss.detach(), own
+            self.check()
+            return
+        # To the host behind the forward pass. Asked for later it would have to wait for all that is queued by then, and
+        # the device would stand still between two steps.
+        both = torch.stack((loss.detach().reshape(()).double(), own.reshape(-1).double().sum()))
+        told = torch.empty(2, dtype=torch.float64, pin_memory=True).copy_(both, non_blocking=True)
+        self._loss, self._own = told[0], told[1]
+        self._told = torch.cuda.current_stream(loss.device).record_event()
+
+    def check(self) -> None:
+        loss, own = self._loss, self._own
+        if self._told is not None:
+            self._told.synchronize()
+            self._told = None
+        self._loss = self._own = None
+        if loss is None or own is None or bool(loss.isfinite().all()):
+            return
+        mine = "its own term is not finite either" if not bool(own.isfinite().all()) else "its own term is finite"
+        raise TrainingError(
+            f"the loss is {loss.item():g} in forward pass {self._number}",
+            where=f"{self._where}: {mine}",
+            do="lower the learning rate, clip gradients, or look at the data of the ranks whose term is not finite",
+        )
