@@ -29,7 +29,7 @@ bench: $(READY)
 	@$(BIN)/python benchmarks/planner.py
 	@$(BIN)/python benchmarks/runtime.py
 
-# Needs a quiet machine and root (unequal hosts); about an hour and a half. GPU labs: benchmarks/proof.py --lab lab-gpu
+# Needs a quiet machine and root (unequal hosts); three hours or more. GPU labs: benchmarks/proof.py --lab lab-gpu
 proof: $(READY)
 	@for lab in lab-cpu lab-cpu-2link lab-even; do $(BIN)/python benchmarks/proof.py --lab $$lab || exit 1; done
 	@for lab in lab-cpu lab-cpu-2link; do $(BIN)/python benchmarks/proof.py --lab $$lab --ablate all || exit 1; done

@@ -252,8 +252,10 @@ def proof_page(
     lines = [NOTE, "# The proof\n"]
     lines.append(
         "Each model is profiled in the lab (`benchmarks/lab.py`), planned from that, and trained by everyone in the "
-        "same processes, in rounds whose order is shuffled anew. All train with AdamW on the same global batch; losses "
-        "are compared step by step, and who trains something else does not count. `make proof` measures, "
+        "same processes, in rounds whose order is shuffled anew. In a round each trains one step that does not count "
+        "and then some that do (in rows of e8c15fb and earlier the first step counts and is the only one). All train "
+        "with AdamW on the same global batch; losses are compared step by step, and who trains something else does not "
+        "count. `make proof` measures, "
         "`make figures` writes this page.\n\n"
         "Since b7a7c6e all hosts also do the same piece of work around the profile and before every round "
         f"(`benchmarks/beat.py`). If it takes {UNSTEADY:.0%} longer or shorter in the race than in the profile, the "

@@ -11,7 +11,8 @@ every rank MODEL-rank-RANK.json, what it saw. Started by `proof.py`.
     profile   at the lab's speeds: `take_measurement`, all hosts at once
     try       at the lab's speeds: `runtime.rivals.quickest`, as `parallelize(tries=...)` does it
     race      all contestants are set up in the same processes, at full speed; then hosts get their shares,
-              everyone warms up, and rounds follow in which each trains some steps, in an order shuffled anew
+              everyone warms up, and rounds follow in which each trains some steps, in an order shuffled anew; the
+              first step of each in a round does not count
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ SCRIPT = Path(__file__).resolve()
 AT_HAND_BYTES = 3 * 2**30
 BEATS_ASIDE, BEATS_A_ROUND = 5, 2
 """Of the work that tells how steady the machine is: before and after a profile, and before every round."""
+LEAD_IN = 1
+"""So many steps of a contestant come before those that count, in every round."""
 COMPARED = 4
 """So many losses of each contestant are compared and kept."""
 
@@ -206,7 +209,10 @@ def _race_rank(task: Race, folder: Path, device: torch.device) -> None:
             break
         beats += beat.times(BEATS_A_ROUND)
         for name in shuffle.sample(list(entered), len(entered)):
-            taken, stood, trouble = _steps(name, entered[name], pace.steps, device, losses[name])
+            # The first step after another's finds nothing of its own at hand, and nobody trains like that.
+            taken, stood, trouble = _steps(name, entered[name], LEAD_IN, device, losses[name])
+            if not trouble:
+                taken, stood, trouble = _steps(name, entered[name], pace.steps, device, losses[name])
             if trouble:
                 unavailable[name] = trouble
                 del entered[name]
