@@ -145,7 +145,12 @@ def plans_table(cells: Sequence[Cell]) -> Iterator[str]:
 
 def set_aside(cells: Sequence[Cell]) -> Iterator[str]:
     """Attempts that do not count, because the machine changed more in them than in the one that does."""
-    told = [(cell, one) for cell in cells for one in cell.row.get("attempts", ()) if one["drift"] != cell.row["drift"]]
+    told = [
+        (cell, one)
+        for cell in cells
+        for one in cell.row.get("attempts", ())
+        if one["drift"] != cell.row["drift"] and OURS in one["measured_s"]
+    ]
     if told:
         yield "\nSet aside, because the machine changed more between profile and race than in the row above:\n"
     for cell, one in told:

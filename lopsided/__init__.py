@@ -13,7 +13,8 @@ from lopsided.capture import capture
 from lopsided.cluster import Cluster
 from lopsided.clusterfile import load_cluster
 from lopsided.errors import LopsidedError
-from lopsided.graph import Graph, parse_graph
+from lopsided.graph import Graph
+from lopsided.graphparse import parse_graph
 from lopsided.placement import Placement, Shares
 from lopsided.plan import Plan
 from lopsided.planfile import load_plan, save_plan

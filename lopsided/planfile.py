@@ -31,7 +31,8 @@ from lopsided.clusterfile import parse_cluster
 from lopsided.cost import optimizer_named
 from lopsided.devices import shown
 from lopsided.errors import LopsidedError, PlanError
-from lopsided.graph import Graph, parse_graph
+from lopsided.graph import Graph
+from lopsided.graphparse import parse_graph
 from lopsided.jsonfile import (
     Fields,
     FileKind,

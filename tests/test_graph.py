@@ -26,10 +26,10 @@ from lopsided.graph import (
     Saved,
     Source,
     Value,
-    parse_graph,
     print_arg,
     signature,
 )
+from lopsided.graphparse import parse_graph
 
 
 @pytest.mark.parametrize("name", zoo.SMALL)

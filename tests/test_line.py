@@ -23,6 +23,7 @@ ORDER = (
     "placement",
     "notation",
     "graph",
+    "graphparse",
     "recompute",
     "call",
     "widen",

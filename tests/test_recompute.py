@@ -21,7 +21,8 @@ from lopsided import models, timeline
 from lopsided.cluster import Cluster, Kind, Link
 from lopsided.cost import Costs, Scale, Transfer, optimizer_named
 from lopsided.errors import DoesNotFitError, GraphError
-from lopsided.graph import Graph, parse_graph
+from lopsided.graph import Graph
+from lopsided.graphparse import parse_graph
 from lopsided.memory import bytes_per_kind, holdings, saved_by
 from lopsided.notation import Rule
 from lopsided.placement import I, R, S

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import lopsided
 from lopsided.call import OWN, aten_overload, impurity, resolve_op
 from lopsided.errors import GraphError
-from lopsided.graph import Atom, parse_graph, print_arg
+from lopsided.graph import Atom, print_arg
+from lopsided.graphparse import parse_graph
 
 LEAF = '%x: f32[2] = input "x"\n'
 

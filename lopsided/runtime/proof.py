@@ -29,7 +29,8 @@ from lopsided.cluster import Cluster, Kind, Link
 from lopsided.clusterfile import parse_cluster
 from lopsided.cost import Costs, Scale, optimizer_named
 from lopsided.errors import ModelError, PlanError
-from lopsided.graph import DTYPES, Graph, parse_graph
+from lopsided.graph import DTYPES, Graph
+from lopsided.graphparse import parse_graph
 from lopsided.models import load
 from lopsided.placement import Shares
 from lopsided.plan import Breakdown, Plan, SearchReport

@@ -14,7 +14,8 @@ from lopsided.capture import capture
 from lopsided.classics import data_parallel, stored_cut
 from lopsided.cluster import Cluster, Kind, Link
 from lopsided.cost import Costs, Scale, optimizer_named
-from lopsided.graph import Graph, parse_graph
+from lopsided.graph import Graph
+from lopsided.graphparse import parse_graph
 from lopsided.models import load
 from lopsided.placement import Shares
 from lopsided.plan import Breakdown, Plan, SearchReport
