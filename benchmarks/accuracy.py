@@ -33,19 +33,20 @@ from race import Pace
 from scipy.stats import spearmanr
 from subjects import ON_CPU, QUICK, SUBJECTS
 
-from lopsided.ablation import ADDITIONS, HAP
-from lopsided.capture import capture
-from lopsided.classics import batch_dims, data_parallel, leaves_batch_whole, stored_cut
-from lopsided.cluster import Cluster
-from lopsided.cost import Costs, Scale, optimizer_named
-from lopsided.graph import Graph
-from lopsided.placement import Shares
-from lopsided.plan import Plan, SearchReport
-from lopsided.planner import plan_graph, predict, stores_of
-from lopsided.prices import SharePrices
-from lopsided.program import Program
-from lopsided.rules import RuleBook, derive_rules
-from lopsided.search import search
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import Shares
+from lopsided.ir.program import Program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.ablation import ADDITIONS, HAP
+from lopsided.planner.baselines import batch_dims, data_parallel, leaves_batch_whole, stored_cut
+from lopsided.planner.plan_data import Plan, SearchReport
+from lopsided.planner.planner import plan_graph, predict, stores_of
+from lopsided.planner.search import search
+from lopsided.planner.search_cost import SharePrices
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
 
 FEWEST = 12
 MOST_TIMES_OURS = 8.0

@@ -18,14 +18,16 @@ from typing import Any
 import record
 import torch
 
-from lopsided import capture, derive_rules, zoo
+from lopsided import capture, derive_rules
+from lopsided.models import zoo
 
 SEVENTY_B = {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672}
 VERIFY = "gpt2:layers=2,width=64"
 
 _MEMORY = """
 import json, resource, sys, time, torch
-from lopsided import capture, derive_rules, zoo
+from lopsided import capture, derive_rules
+from lopsided.models import zoo
 sizes = json.loads(sys.argv[1])
 with torch.device("meta"):
     model, batch = zoo.build("llama", **sizes)

@@ -16,7 +16,7 @@ from typing import Any
 
 from proof import BASELINES, OURS
 
-from lopsided.ablation import ADDITIONS, HAP
+from lopsided.planner.ablation import ADDITIONS, HAP
 
 LABS = ("lab-cpu", "lab-cpu-2link", "lab-even", "lab-gpu", "lab-gpu-2")
 EVEN = "lab-even"

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lopsided import models
-from lopsided.planfile import load_plan
+from lopsided.models import by_name as models
+from lopsided.planner.plan_file import load_plan
 from lopsided.runtime.parallel import Parallel, parallelize
 
 SEED = 0

@@ -16,7 +16,7 @@ import record
 import torch
 
 from lopsided import LopsidedError, capture, derive_rules, verify
-from lopsided.models import load
+from lopsided.models.by_name import load
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from architectures import ARCHITECTURES, EAGER_ONLY, REFUSED, with_eager_attention

@@ -19,7 +19,7 @@ from cells import GOAL_WORST, LABS, NAMES, Cell, Row, geometric_mean, read_cells
 from page import proof_page
 from proof import OURS
 
-from lopsided.ablation import HAP
+from lopsided.planner.ablation import HAP
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

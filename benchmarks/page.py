@@ -28,7 +28,7 @@ from cells import (
 from proof import BASELINES, OURS
 from subjects import ON_CPU
 
-from lopsided.ablation import HAP
+from lopsided.planner.ablation import HAP
 
 WHY = {
     "lab-gpu": "parts of a GPU share its memory and its host, and how fast they send varies from hour to hour.",
@@ -190,7 +190,7 @@ def ablation_table(cells: Sequence[Cell]) -> Iterator[str]:
     yield "![a step without each addition](figures/ablation.svg)\n"
     yield (
         "A step of the plan that is found without it, over a step of ours, both measured in the same rounds; 1 where "
-        "the same plan is found. HAP is without all of them (`lopsided/ablation.py` says what each means).\n"
+        "the same plan is found. HAP is without all of them (`lopsided/planner/ablation.py` says what each means).\n"
     )
     yield "| without | geometric mean | most | least |\n|---|---|---|---|"
     for name, found in rows.items():

@@ -27,20 +27,22 @@ from typing import Any
 import record
 import torch
 
-from lopsided import LopsidedError, capture, derive_rules, models, zoo
-from lopsided.candidates import Limits
-from lopsided.classics import data_parallel
-from lopsided.cluster import Cluster
-from lopsided.clusterfile import load_cluster
-from lopsided.cost import Costs, Scale, conversion, optimizer_named
-from lopsided.plan import Plan
-from lopsided.planner import plan_graph, stores_of
-from lopsided.prices import SharePrices
-from lopsided.program import check_program
-from lopsided.retype import in_dtype
-from lopsided.rules import RuleBook
-from lopsided.search import Found, search
-from lopsided.workshop import Workshop
+from lopsided import LopsidedError, capture, derive_rules
+from lopsided.capturing.retype import in_dtype
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.ir.program import check_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models import by_name as models
+from lopsided.models import zoo
+from lopsided.planner.baselines import data_parallel
+from lopsided.planner.candidates import Limits
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.planner import plan_graph, stores_of
+from lopsided.planner.proposals import Workshop
+from lopsided.planner.search import Found, search
+from lopsided.planner.search_cost import SharePrices
+from lopsided.schedule.cost import Costs, Scale, conversion, optimizer_named
 
 HAP_BATCH = 32 * 64  # 32 a device on hap-64
 DEVICES_BATCH = 1024  # what the smallest of these clusters has room for

@@ -42,18 +42,18 @@ from lab import SPECS, Lab, build
 from race import SCRIPT, Pace, Race
 from subjects import ON_CPU, QUICK, REST, RESTS, SUBJECTS
 
-from lopsided.ablation import ADDITIONS, HAP, additions_named
-from lopsided.candidates import speed_dtype
-from lopsided.capture import capture
-from lopsided.cluster import Cluster
-from lopsided.clusterfile import parse_cluster
-from lopsided.cost import Costs, Scale, optimizer_named
-from lopsided.placement import cut
-from lopsided.plan import Plan
-from lopsided.planfile import parse_plan, save_plan
-from lopsided.planner import plan_graph, plan_rivals
-from lopsided.rules import derive_rules
-from lopsided.timeline import NETWORK, Timeline, run
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster_file import parse_cluster
+from lopsided.ir.placement import cut
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.ablation import ADDITIONS, HAP, additions_named
+from lopsided.planner.candidates import speed_dtype
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.plan_file import parse_plan, save_plan
+from lopsided.planner.planner import plan_graph, plan_rivals
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.timeline import NETWORK, Timeline, run
 
 OURS = "lopsided"
 RIVAL = "rival-"

@@ -35,12 +35,12 @@ from beat import Beat
 from contestants import Contestant, Entry, Subject, enter
 from lab import start_line
 
-from lopsided.capture import capture
-from lopsided.plan import Plan
-from lopsided.planfile import load_plan, plan_text
-from lopsided.runtime.measure import take_measurement
-from lopsided.runtime.rivals import Trial, quickest
-from lopsided.runtime.world import begin
+from lopsided.capturing.capture_graph import capture
+from lopsided.comm.world import begin
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.plan_file import load_plan, plan_text
+from lopsided.profiling.measure import take_measurement
+from lopsided.runtime.autotune import Trial, quickest
 
 SCRIPT = Path(__file__).resolve()
 AT_HAND_BYTES = 3 * 2**30

@@ -35,19 +35,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lopsided import capture, derive_rules, models, parallelize
-from lopsided.classics import data_parallel, stored_cut
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.cost import Costs, Scale, optimizer_named
+from lopsided import capture, derive_rules, parallelize
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.comm.worker_pool import Crew
 from lopsided.errors import RankError
-from lopsided.placement import Shares
-from lopsided.plan import Plan, SearchReport
-from lopsided.planfile import parse_plan, plan_text
-from lopsided.planner import plan_graph, predict
-from lopsided.prices import SharePrices
-from lopsided.processes import Crew
-from lopsided.program import Program
-from lopsided.simulate import one_device
+from lopsided.ir.placement import Shares
+from lopsided.ir.program import Program, one_device
+from lopsided.models import by_name as models
+from lopsided.planner.baselines import data_parallel, stored_cut
+from lopsided.planner.plan_data import Plan, SearchReport
+from lopsided.planner.plan_file import parse_plan, plan_text
+from lopsided.planner.planner import plan_graph, predict
+from lopsided.planner.search_cost import SharePrices
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
 
 GOALS = {"equal": 1.05, "zero": 1.05, "alone": 1.02, "memory": 0.10}
 KINDS = tuple(GOALS)

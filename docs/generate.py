@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lopsided.ops import FAMILIES, TABLE
-from lopsided.rules import describe_call
-from lopsided.samples import sampled_ops, samples_of
-from lopsided.validate import as_call
+from lopsided.ops.derive import describe_call
+from lopsided.ops.samples import sampled_ops, samples_of
+from lopsided.ops.validator import as_call
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import lopsided
-from lopsided.imaginary import convert
-from lopsided.notation import bind, derive, parse_line
-from lopsided.placement import I, P, R, S, cut
+from lopsided.ir.notation import bind, derive, parse_line
+from lopsided.ir.placement import I, P, R, S, cut
+from lopsided.ops.simulated_devices import convert
 
 torch.manual_seed(0)
 

@@ -9,27 +9,28 @@ The line, each room importing only from rooms before it (docs/index.md):
 `plan` is all of the first row.
 """
 
-from lopsided.capture import capture
-from lopsided.cluster import Cluster
-from lopsided.clusterfile import load_cluster
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster_file import load_cluster
 from lopsided.errors import LopsidedError
-from lopsided.graph import Graph
-from lopsided.graphparse import parse_graph
-from lopsided.placement import Placement, Shares
-from lopsided.plan import Plan
-from lopsided.planfile import load_plan, save_plan
-from lopsided.planner import plan
-from lopsided.program import Program, check_program, parse_program
-from lopsided.rules import RuleBook, derive_rules
+from lopsided.ir.graph import Graph
+from lopsided.ir.graph_text import parse_graph
+from lopsided.ir.placement import Placement, Shares
+from lopsided.ir.program import Program, check_program, one_device, parse_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.plan_file import load_plan, save_plan
+from lopsided.planner.planner import plan
 from lopsided.runtime.batches import shard
-from lopsided.runtime.checkpoint import load as load_checkpoint
-from lopsided.runtime.checkpoint import save as save_checkpoint
+from lopsided.runtime.checkpoint.checkpoint import load as load_checkpoint
+from lopsided.runtime.checkpoint.checkpoint import save as save_checkpoint
+from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
 from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel, parallelize
-from lopsided.runtime.state import full_state_dict, load_full_state_dict
-from lopsided.sample import random_program
-from lopsided.simulate import Simulation, one_device, simulate
-from lopsided.verify import Verification, verify
+from lopsided.verification.random_programs import random_program
+from lopsided.verification.simulator import Simulation, simulate
+from lopsided.verification.verifier import Verification, verify
 
 __all__ = [
     "Cluster",

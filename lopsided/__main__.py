@@ -1,5 +1,5 @@
 """`python -m lopsided` is the command line."""
 
-from lopsided.cli import main
+from lopsided.cli.app import main
 
 main()

@@ -104,3 +104,12 @@ class RankError(LopsidedError):
 
 class RuleError(LopsidedError):
     """A rule that computes something else than one device would."""
+
+
+def shown(value: object) -> str:
+    """A stranger's value in a message: escaped, and short."""
+    try:
+        text = f"{value:,}" if isinstance(value, float) else repr(value)
+    except ValueError:  # Python does not print integers of more than some thousand digits.
+        return "too long a number"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lopsided.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Kind, Link
 
 
 def kind(name: str = "v100", node: str = "box", nodes: int = 1, count: int = 1, speed: float = 1e13) -> Kind:

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lopsided
-from lopsided.capture import LossFn, flatten_batch, loss_of
+from lopsided.capturing.capture_graph import LossFn, flatten_batch, loss_of
 from lopsided.errors import CaptureError
-from lopsided.graph import Graph
-from lopsided.simulate import Simulation
+from lopsided.ir.graph import Graph
+from lopsided.verification.simulator import Simulation
 
 Forward = Callable[[Any, Tensor], Any]
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from lopsided import timeline
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.collectives import Network, Way
-from lopsided.cost import Affine, Cut, Scale, Transfer
-from lopsided.memory import Holding
-from lopsided.placement import Shares
-from lopsided.schedule import BUCKET_BYTES, Compute, Item, Schedule
-from lopsided.shares import Balance, balance
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.collectives import Network, Way
+from lopsided.ir.placement import Shares
+from lopsided.planner.balance import Balance, balance
+from lopsided.schedule import timeline
+from lopsided.schedule.cost import Affine, Cut, Scale, Transfer
+from lopsided.schedule.layout import BUCKET_BYTES, Compute, Item, Schedule
+from lopsided.schedule.memory import Holding
 
 GB = 10**9
 ROWS: Cut = ("", 10_000)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import lopsided
-from lopsided.graph import Context, Graph, Node
-from lopsided.models import load
-from lopsided.saved import record_saved
+from lopsided.capturing.saved_tensors import record_saved
+from lopsided.ir.graph import Context, Graph, Node
+from lopsided.models.by_name import load
 
 
 def test_capture_under_autocast_captures_the_autocast() -> None:
@@ -262,7 +262,7 @@ def test_nothing_is_kept_where_there_is_no_gradient() -> None:
 def test_a_70b_model_is_captured_without_being_allocated() -> None:
     code = textwrap.dedent("""
         import resource, torch, lopsided
-        from lopsided import zoo
+        from lopsided.models import zoo
         torch.set_num_threads(1)
         with torch.device("meta"):
             model, batch = zoo.build("llama", layers=80, width=8192, heads=64, kv_heads=8, ffn=28672)

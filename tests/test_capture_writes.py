@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import lopsided
-from lopsided.graph import Context
+from lopsided.ir.graph import Context
 
 FORWARDS: dict[str, Forward] = {}
 

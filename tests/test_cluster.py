@@ -9,8 +9,8 @@ from clusters_by_hand import cluster, kind
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lopsided.cluster import MEASURABLE, Cluster, Kind, Link, Measured
-from lopsided.clusterfile import load_cluster, parse_cluster
+from lopsided.cluster.cluster import MEASURABLE, Cluster, Kind, Link, Measured
+from lopsided.cluster.cluster_file import load_cluster, parse_cluster
 from lopsided.errors import ClusterError
 
 # Random clusters

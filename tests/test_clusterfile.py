@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from clusters_by_hand import cluster, kind
 
-from lopsided.cluster import Link
-from lopsided.clusterfile import load_cluster, parse_cluster, preset_names
+from lopsided.cluster.cluster import Link
+from lopsided.cluster.cluster_file import load_cluster, parse_cluster, preset_names
 from lopsided.errors import ClusterError
 
 SMALL = """

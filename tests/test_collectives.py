@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopsided.cluster import MEASURABLE, Cluster, Kind, Link
-from lopsided.clusterfile import load_cluster, preset_names
-from lopsided.collectives import COLLECTIVES, GROUPED, Network, Way
+from lopsided.cluster.cluster import MEASURABLE, Cluster, Kind, Link
+from lopsided.cluster.cluster_file import load_cluster, preset_names
+from lopsided.cluster.collectives import COLLECTIVES, GROUPED, Network, Way
 from lopsided.errors import ClusterError
 
 WITHIN, BETWEEN = Link(1e-5, 1e10), Link(5e-5, 1e9)

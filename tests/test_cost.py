@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lopsided
-from lopsided import models, zoo
-from lopsided.cluster import Cluster, Kind, Link, Measured
-from lopsided.collectives import Network
-from lopsided.cost import (
+from lopsided.cluster.cluster import Cluster, Kind, Link, Measured
+from lopsided.cluster.collectives import Network
+from lopsided.errors import InputError, ProgramError, SharesError
+from lopsided.ir.graph import Graph, Node, Value
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, P, Placement, R, S, Shares
+from lopsided.models import by_name as models
+from lopsided.models import zoo
+from lopsided.ops.derive import derive_rules
+from lopsided.ops.op import Call
+from lopsided.schedule.cost import (
     FREE,
     OPTIMIZERS,
     Affine,
@@ -28,13 +35,7 @@ from lopsided.cost import (
     rule_cut,
     transfer_s,
 )
-from lopsided.errors import InputError, ProgramError, SharesError
-from lopsided.graph import Graph, Node, Value
-from lopsided.notation import Rule
-from lopsided.ops.op import Call
-from lopsided.placement import I, P, Placement, R, S, Shares
-from lopsided.rules import derive_rules
-from lopsided.work import call_text
+from lopsided.schedule.flops import call_text
 
 BATCH, WIDE, NARROW = 8, 10, 6
 

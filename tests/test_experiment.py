@@ -13,12 +13,13 @@ from models_by_hand import ByHand, Forward, example
 from torch import Tensor
 
 import lopsided
-from lopsided import experiment, ops
-from lopsided.graph import Graph
-from lopsided.notation import Rule
+from lopsided import ops
+from lopsided.ir.graph import Graph
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, P, R, S
+from lopsided.ops import experiment
+from lopsided.ops.derive import call_rules, derive_rules
 from lopsided.ops.op import Call
-from lopsided.placement import I, P, R, S
-from lopsided.rules import call_rules, derive_rules
 
 
 @pytest.fixture

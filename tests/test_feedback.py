@@ -8,20 +8,20 @@ from functools import cache
 
 import pytest
 
-from lopsided import zoo
-from lopsided.capture import capture
-from lopsided.cluster import Cluster
-from lopsided.clusterfile import parse_cluster
-from lopsided.collectives import Network
-from lopsided.confront import confront, fraction_of
-from lopsided.cost import Costs, optimizer_named, update_call
-from lopsided.devices import Kind, Link, Measured
-from lopsided.feedback import fed_back, learnt
-from lopsided.plan import Plan
-from lopsided.planner import plan_graph
-from lopsided.record import COMPUTE, NETWORK, OPTIMIZER, DeviceRun, Run, Span, StepRun
-from lopsided.schedule import Compute, Transfer, lay_out
-from lopsided.work import call_text
+from lopsided.calibration.comparison import confront, fraction_of
+from lopsided.calibration.feedback import fed_back, learnt
+from lopsided.calibration.run_record import COMPUTE, NETWORK, OPTIMIZER, DeviceRun, Run, Span, StepRun
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster_file import parse_cluster
+from lopsided.cluster.collectives import Network
+from lopsided.cluster.devices import Kind, Link, Measured
+from lopsided.models import zoo
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.planner import plan_graph
+from lopsided.schedule.cost import Costs, optimizer_named, update_call
+from lopsided.schedule.flops import call_text
+from lopsided.schedule.layout import Compute, Transfer, lay_out
 
 
 def cluster_of(*, measured: tuple[Measured, ...] = (), overhead_s: float = 0.0, stretch: float = 1.0) -> Cluster:

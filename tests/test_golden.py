@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lopsided
-from lopsided.models import load
+from lopsided.models.by_name import load
 
 GOLDEN = Path(__file__).parent / "golden"
 

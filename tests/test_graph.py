@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from models_by_hand import ByHand, example
 
 import lopsided
-from lopsided import models, zoo
 from lopsided.errors import GraphError
-from lopsided.graph import (
+from lopsided.ir.graph import (
     DTYPES,
     Arg,
     Atom,
@@ -29,7 +28,9 @@ from lopsided.graph import (
     print_arg,
     signature,
 )
-from lopsided.graphparse import parse_graph
+from lopsided.ir.graph_text import parse_graph
+from lopsided.models import by_name as models
+from lopsided.models import zoo
 
 
 @pytest.mark.parametrize("name", zoo.SMALL)
@@ -262,7 +263,7 @@ def test_an_unknown_op_is_refused_when_it_is_run() -> None:
     ],
 )
 def test_only_registered_ops_are_looked_up(op: str) -> None:
-    from lopsided.call import resolve_op
+    from lopsided.ir.op_call import resolve_op
 
     with pytest.raises(GraphError, match="there is no op"):
         resolve_op(op)

@@ -9,9 +9,9 @@ pytest.importorskip("transformers")
 from architectures import ARCHITECTURES, EAGER_ONLY, REFUSED, with_eager_attention
 
 import lopsided
-from lopsided import models
 from lopsided.errors import CaptureError
-from lopsided.rules import derive_rules
+from lopsided.models import by_name as models
+from lopsided.ops.derive import derive_rules
 
 # Some files of transformers script functions when they are imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

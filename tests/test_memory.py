@@ -14,18 +14,29 @@ from models_by_hand import ByHand, example
 from torch import Tensor, nn
 
 import lopsided
-from lopsided import models, zoo
-from lopsided.classics import stored_cut
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.cost import Scale, optimizer_named
+from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.errors import DoesNotFitError
-from lopsided.graph import Graph
-from lopsided.memory import USES, Holding, bytes_per_kind, check_fits, describe_excess, holdings, saved_by, stored
-from lopsided.notation import Rule
-from lopsided.placement import I, R, S, Shares
-from lopsided.program import Program, parse_program
-from lopsided.rules import RuleBook, derive_rules
-from lopsided.sample import random_program, random_shares
+from lopsided.ir.graph import Graph
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, R, S, Shares
+from lopsided.ir.program import Program, parse_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models import by_name as models
+from lopsided.models import zoo
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.baselines import stored_cut
+from lopsided.schedule.cost import Scale, optimizer_named
+from lopsided.schedule.memory import (
+    USES,
+    Holding,
+    bytes_per_kind,
+    check_fits,
+    describe_excess,
+    holdings,
+    saved_by,
+    stored,
+)
+from lopsided.verification.random_programs import random_program, random_shares
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "02_write_a_program.py"))
 ADAMW, SGD = optimizer_named("adamw"), optimizer_named("sgd")

@@ -11,8 +11,9 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, REFUSED
 
-from lopsided import hf, models
 from lopsided.errors import ModelError
+from lopsided.models import by_name as models
+from lopsided.models import hugging_face as hf
 
 USER_FILE = """
 import torch

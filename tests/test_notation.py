@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lopsided.errors import NotationError
-from lopsided.notation import Nonlinear, Operand, Product, Rule, Sum, Where, bind, derive, parse_line
-from lopsided.placement import I, P, R, S
+from lopsided.ir.notation import Nonlinear, Operand, Product, Rule, Sum, Where, bind, derive, parse_line
+from lopsided.ir.placement import I, P, R, S
 
 Shapes = Sequence[tuple[int, ...] | None]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lopsided.errors import ProgramError, SharesError
-from lopsided.placement import (
+from lopsided.ir.placement import (
     I,
     P,
     Placement,

@@ -12,14 +12,16 @@ from models_by_hand import ByHand, example
 from torch import nn
 
 import lopsided
-from lopsided import models, zoo
 from lopsided.errors import ProgramError
-from lopsided.graph import Graph
-from lopsided.notation import Rule
-from lopsided.placement import I, P, R, S
-from lopsided.program import Program, check_program, parse_program
-from lopsided.rules import RuleBook, derive_rules
-from lopsided.sample import random_program, random_shares
+from lopsided.ir.graph import Graph
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, P, R, S
+from lopsided.ir.program import Program, check_program, parse_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models import by_name as models
+from lopsided.models import zoo
+from lopsided.ops.derive import derive_rules
+from lopsided.verification.random_programs import random_program, random_shares
 
 
 @pytest.fixture(scope="module")

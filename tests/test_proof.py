@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from lopsided.ablation import ADDITIONS, HAP
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.planfile import save_plan
-from lopsided.processes import Crew
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.comm.worker_pool import Crew
+from lopsided.planner.ablation import ADDITIONS, HAP
+from lopsided.planner.plan_file import save_plan
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -8,15 +8,15 @@ from functools import cache
 
 import pytest
 
-from lopsided import zoo
-from lopsided.capture import capture
-from lopsided.cluster import Cluster
-from lopsided.devices import Kind, Link
+from lopsided.calibration.rebalance import computing_s, rebalanced
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.devices import Kind, Link
 from lopsided.errors import PlanError
-from lopsided.plan import Plan
-from lopsided.planfile import parse_plan, plan_text
-from lopsided.planner import plan_graph, predict
-from lopsided.rebalance import computing_s, rebalanced
+from lopsided.models import zoo
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.plan_file import parse_plan, plan_text
+from lopsided.planner.planner import plan_graph, predict
 
 SIZES = {"layers": 2, "width": 32, "heads": 4, "seq": 10, "vocab": 61, "batch": 32, "dropout": 0}
 

@@ -17,26 +17,27 @@ from models_by_hand import ByHand, example
 from torch import Tensor, nn
 
 import lopsided
-from lopsided import models, timeline
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.cost import Costs, Scale, Transfer, optimizer_named
+from lopsided.capturing.retype import in_dtype
+from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.errors import DoesNotFitError, GraphError
-from lopsided.graph import Graph
-from lopsided.graphparse import parse_graph
-from lopsided.memory import bytes_per_kind, holdings, saved_by
-from lopsided.notation import Rule
-from lopsided.placement import I, R, S
-from lopsided.planfile import load_plan, save_plan
-from lopsided.prices import SharePrices
-from lopsided.program import Program, parse_program
-from lopsided.recompute import reruns
-from lopsided.retype import in_dtype
-from lopsided.rules import derive_rules
-from lopsided.sample import random_program, random_shares
-from lopsided.schedule import Compute, Item, lay_out, regathered
-from lopsided.shares import balance
-from lopsided.walk import Load, Walk
-from lopsided.widen import in_float64
+from lopsided.ir.dtypes import in_float64
+from lopsided.ir.graph import Graph
+from lopsided.ir.graph_text import parse_graph
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, R, S
+from lopsided.ir.program import Program, parse_program
+from lopsided.ir.recompute import reruns
+from lopsided.models import by_name as models
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.balance import balance
+from lopsided.planner.plan_file import load_plan, save_plan
+from lopsided.planner.search_cost import SharePrices
+from lopsided.schedule import timeline
+from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named
+from lopsided.schedule.critical_path import Load, Walk
+from lopsided.schedule.layout import Compute, Item, lay_out, regathered
+from lopsided.schedule.memory import bytes_per_kind, holdings, saved_by
+from lopsided.verification.random_programs import random_program, random_shares
 
 # Bound before capture, as `from torch.utils.checkpoint import checkpoint` and transformers do.
 checkpoint: Any = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)

@@ -23,17 +23,17 @@ from schedules_by_hand import (
     work,
 )
 
-from lopsided import timeline
-from lopsided.cluster import Cluster
-from lopsided.clusterfile import load_cluster
-from lopsided.collectives import Network, Way
-from lopsided.cost import Cut, Scale
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.cluster.collectives import Network, Way
 from lopsided.errors import DoesNotFitError
-from lopsided.memory import Holding, bytes_per_kind
-from lopsided.placement import cut
-from lopsided.rounding import nearest
-from lopsided.schedule import Item, Schedule
-from lopsided.shares import balance
+from lopsided.ir.placement import cut
+from lopsided.planner.balance import balance
+from lopsided.planner.rounding import nearest
+from lopsided.schedule import timeline
+from lopsided.schedule.cost import Cut, Scale
+from lopsided.schedule.layout import Item, Schedule
+from lopsided.schedule.memory import Holding, bytes_per_kind
 
 
 @given(cases())

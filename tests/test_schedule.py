@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 from models_by_hand import ByHand, example
 
 import lopsided
-from lopsided import models, zoo
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.cost import FREE, Costs, Transfer, conversion, optimizer_named
-from lopsided.graph import Graph
-from lopsided.notation import Rule
-from lopsided.placement import I, P, R, S
-from lopsided.program import Program, parse_program
-from lopsided.rules import RuleBook, derive_rules
-from lopsided.sample import random_program
-from lopsided.schedule import Compute, Item, Schedule, lay_out
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.ir.graph import Graph
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, P, R, S
+from lopsided.ir.program import Program, parse_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models import by_name as models
+from lopsided.models import zoo
+from lopsided.ops.derive import derive_rules
+from lopsided.schedule.cost import FREE, Costs, Transfer, conversion, optimizer_named
+from lopsided.schedule.layout import Compute, Item, Schedule, lay_out
+from lopsided.verification.random_programs import random_program
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "02_write_a_program.py"))
 CLUSTER = Cluster(

@@ -30,13 +30,13 @@ from schedules_by_hand import (
     work,
 )
 
-from lopsided.cluster import Cluster
-from lopsided.clusterfile import load_cluster
-from lopsided.collectives import Network, Way
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.cluster.collectives import Network, Way
 from lopsided.errors import DoesNotFitError, LopsidedError, SharesError
-from lopsided.memory import Holding
-from lopsided.schedule import Schedule
-from lopsided.shares import balance
+from lopsided.planner.balance import balance
+from lopsided.schedule.layout import Schedule
+from lopsided.schedule.memory import Holding
 
 
 @given(cases(), st.integers(0, 10**6))
@@ -302,7 +302,7 @@ def test_a_judge_has_the_last_word() -> None:
 @pytest.mark.parametrize(("status", "said"), [(1, "limit of iterations"), (4, "cannot tell apart"), (9, "gave up")])
 def test_the_solvers_codes_become_sentences(status: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = SimpleNamespace(status=status, message="HiGHS said something")
-    monkeypatch.setattr("lopsided.shares.linprog", lambda *_, **__: outcome)
+    monkeypatch.setattr("lopsided.planner.balance.linprog", lambda *_, **__: outcome)
     with pytest.raises(LopsidedError, match=said) as caught:
         solve(schedule_of(work((0, 1), (0, 1))), cluster_of(1, 1))
     assert "HiGHS said something" in str(caught.value)

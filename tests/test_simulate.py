@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 import lopsided
 from lopsided.errors import CaptureError, ProgramError, RuleError, SharesError
-from lopsided.imaginary import SeededRandomness, convert, cotangent, move, rule_pieces, run_rule, sum_parts
-from lopsided.notation import Rule
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, P, Placement, R, S, cut, join_pieces
+from lopsided.ir.program import Program, check_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.ops.derive import derive_rules
 from lopsided.ops.op import Call
-from lopsided.placement import I, P, Placement, R, S, cut, join_pieces
-from lopsided.program import Program, check_program
-from lopsided.rules import RuleBook, derive_rules
-from lopsided.trial import distribute
+from lopsided.ops.simulated_devices import SeededRandomness, convert, cotangent, move, rule_pieces, run_rule, sum_parts
+from lopsided.ops.trial import distribute
 
 PLACEMENTS = (I, R, P, S(0), S(1), S(1, 1, 2), S(1, 2, 1), S(1, 3, 2))
 PAIRS = [(a, b) for a in PLACEMENTS for b in PLACEMENTS if a != b]

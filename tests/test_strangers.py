@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lopsided
-from lopsided.call import OWN, aten_overload, impurity, resolve_op
 from lopsided.errors import GraphError
-from lopsided.graph import Atom, print_arg
-from lopsided.graphparse import parse_graph
+from lopsided.ir.graph import Atom, print_arg
+from lopsided.ir.graph_text import parse_graph
+from lopsided.ir.op_call import OWN, aten_overload, impurity, resolve_op
 
 LEAF = '%x: f32[2] = input "x"\n'
 

@@ -15,16 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lopsided
-from lopsided import models, zoo
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.collectives import Network
-from lopsided.cost import Affine, Costs, Scale, Transfer, optimizer_named, transfer_s
-from lopsided.graph import Graph
-from lopsided.program import parse_program
-from lopsided.rules import RuleBook, derive_rules
-from lopsided.sample import random_program, random_shares
-from lopsided.schedule import BUCKET_BYTES, Compute, Item, Schedule, lay_out
-from lopsided.timeline import NETWORK, Timeline, run
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.collectives import Network
+from lopsided.ir.graph import Graph
+from lopsided.ir.program import parse_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models import by_name as models
+from lopsided.models import zoo
+from lopsided.ops.derive import derive_rules
+from lopsided.schedule.cost import Affine, Costs, Scale, Transfer, optimizer_named, transfer_s
+from lopsided.schedule.layout import BUCKET_BYTES, Compute, Item, Schedule, lay_out
+from lopsided.schedule.timeline import NETWORK, Timeline, run
+from lopsided.verification.random_programs import random_program, random_shares
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "02_write_a_program.py"))
 NO_TIME = Link(0.0, 1e18)

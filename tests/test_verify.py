@@ -13,14 +13,16 @@ from models_by_hand import ByHand, example
 from torch import Tensor, nn
 
 import lopsided
-from lopsided import models, ops, zoo
+from lopsided import ops
 from lopsided.errors import ModelError, SharesError
-from lopsided.notation import Rule
+from lopsided.ir.dtypes import TOLERANCE
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, R, S
+from lopsided.models import by_name as models
+from lopsided.models import zoo
 from lopsided.ops.op import Op
-from lopsided.placement import I, R, S
-from lopsided.simulate import Simulation
-from lopsided.verify import Verification, compare, suspects
-from lopsided.widen import TOLERANCE
+from lopsided.verification.simulator import Simulation
+from lopsided.verification.verifier import Verification, compare, suspects
 
 
 def said(found: Verification) -> str:

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules_by_hand import NAMES, PADDED, ROWS, cases, cluster_of, per_device, random_point, schedule_of, sent, work
 
-from lopsided import timeline
-from lopsided.cluster import Cluster
-from lopsided.collectives import Network, Way
-from lopsided.cost import Scale
-from lopsided.memory import Holding, bytes_per_kind
-from lopsided.schedule import BUCKET_BYTES, Schedule
-from lopsided.walk import Load, Memory, Path, Point, Sizes, Walk
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.collectives import Network, Way
+from lopsided.schedule import timeline
+from lopsided.schedule.cost import Scale
+from lopsided.schedule.critical_path import Load, Memory, Path, Point, Sizes, Walk
+from lopsided.schedule.layout import BUCKET_BYTES, Schedule
+from lopsided.schedule.memory import Holding, bytes_per_kind
 
 
 def length_s(path: Path | None, load: Load, walk: Walk, sizes: Sizes) -> float:

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
-from lopsided import models, work, zoo
-from lopsided.capture import capture
+from lopsided.capturing.capture_graph import capture
 from lopsided.errors import ProgramError
-from lopsided.graph import Atom, Context, Graph, Node, Ref, Saved, Value, signature
-from lopsided.notation import Rule
+from lopsided.ir.graph import Atom, Context, Graph, Node, Ref, Saved, Value, signature
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, P, R, S
+from lopsided.models import by_name as models
+from lopsided.models import zoo
+from lopsided.ops.derive import call_rules
 from lopsided.ops.op import Ask, Call, Local, Talk, Talking
-from lopsided.placement import I, P, R, S
-from lopsided.rules import call_rules
-from lopsided.samples import sampled_ops, samples_of
-from lopsided.validate import as_call
-from lopsided.work import Exchange, Work, asked, call_text, exchanges, is_product, work_of
+from lopsided.ops.samples import sampled_ops, samples_of
+from lopsided.ops.validator import as_call
+from lopsided.schedule import flops as work
+from lopsided.schedule.flops import Exchange, Work, asked, call_text, exchanges, is_product, work_of
 
 
 @cache

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lopsided import models, zoo
 from lopsided.errors import ModelError
-from lopsided.zoo.bert import MixtureOfExperts
-from lopsided.zoo.t5 import distance_buckets
+from lopsided.models import by_name as models
+from lopsided.models import zoo
+from lopsided.models.zoo.bert import MixtureOfExperts
+from lopsided.models.zoo.t5 import distance_buckets
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lopsided.capture import capture
-from lopsided.cluster import Cluster
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster
 from lopsided.demo.text import Windows, letters
-from lopsided.models import load
-from lopsided.placement import start_of
+from lopsided.ir.placement import start_of
+from lopsided.models.by_name import load
+from lopsided.profiling.measure import measure
 from lopsided.runtime.batches import shard
-from lopsided.runtime.measure import measure
 from lopsided.runtime.parallel import Parallel, parallelize
 
 EQUAL, BY_SPEED, LOPSIDED, ALONE = "ddp-equal", "ddp-by-speed", "lopsided", "alone"

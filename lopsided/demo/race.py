@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lopsided.candidates import speed_dtype
-from lopsided.classics import STATE
-from lopsided.cluster import Cluster
+from lopsided.cluster.cluster import Cluster
+from lopsided.comm.worker_pool import Crew
 from lopsided.demo.contest import (
     ALONE,
     BY_SPEED,
@@ -32,11 +31,12 @@ from lopsided.demo.contest import (
     take_measure,
 )
 from lopsided.demo.setting import Setting, find_setting
-from lopsided.placement import Shares
-from lopsided.plan import Plan
-from lopsided.planfile import save_plan
-from lopsided.planner import plan
-from lopsided.processes import Crew
+from lopsided.ir.placement import Shares
+from lopsided.planner.baselines import STATE
+from lopsided.planner.candidates import speed_dtype
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.plan_file import save_plan
+from lopsided.planner.planner import plan
 
 SAME = 1e-4
 """Losses that differ by no more than this part are the same training: the order of sums in float32 differs."""

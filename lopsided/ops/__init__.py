@@ -1,7 +1,7 @@
 """The table: one entry per op, one file per family, nothing but declarations and local implementations.
 
 `describe(op)` finds an op's entry by its full name (`aten.max.other`), then by its packet (`aten.max`), then
-by torch's pointwise tag. An op without an entry has its rules found by experiment (`lopsided.experiment`).
+by torch's pointwise tag. An op without an entry has its rules found by experiment (`lopsided.ops.experiment`).
 """
 
 from __future__ import annotations

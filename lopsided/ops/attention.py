@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from lopsided.ir.placement import P, R
 from lopsided.ops.op import Call, Local, Op, Talk, Written, accumulating, number, spec
-from lopsided.placement import P, R
 
 
 def attention(call: Call) -> Written:

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from lopsided.ir.placement import Placement, R
 from lopsided.ops.op import Call, Local, Op, number
 from lopsided.ops.pointwise import nonlinear
-from lopsided.placement import Placement, R
 
 
 def _kept(local: Local, shape: tuple[int, ...], p: float) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lopsided.graph import Ref
+from lopsided.ir.graph import Ref
+from lopsided.ir.placement import P, R
 from lopsided.ops.op import (
     Call,
     Local,
@@ -25,7 +26,6 @@ from lopsided.ops.op import (
     whole,
     wholes,
 )
-from lopsided.placement import P, R
 
 
 def _here(local: Local, index: Tensor, length: int) -> tuple[Tensor, Tensor]:

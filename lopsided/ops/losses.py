@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from lopsided.ir.placement import P
 from lopsided.ops.op import Ask, Call, Local, Op, Talk, Talking, broadcast_shape, entries, number, spec, whole
 from lopsided.ops.reduce import shifted
-from lopsided.placement import P
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 

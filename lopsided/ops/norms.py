@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lopsided.ir.placement import I, P
 from lopsided.ops.op import (
     Ask,
     Call,
@@ -26,7 +27,6 @@ from lopsided.ops.op import (
     number,
     spec,
 )
-from lopsided.placement import I, P
 
 
 def layer_norm(call: Call) -> str:

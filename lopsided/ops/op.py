@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lopsided.call import aten_overload, filled, resolve_op
-from lopsided.graph import Arg, Node, Ref, Value
-from lopsided.notation import Rule
-from lopsided.placement import Placement, start_of
+from lopsided.ir.graph import Arg, Node, Ref, Value
+from lopsided.ir.notation import Rule
+from lopsided.ir.op_call import aten_overload, filled, resolve_op
+from lopsided.ir.placement import Placement, start_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lopsided.ir.placement import P
 from lopsided.ops.op import (
     Call,
     Local,
@@ -20,7 +21,6 @@ from lopsided.ops.op import (
     spec,
     sum_of_wholes,
 )
-from lopsided.placement import P
 
 # Parts of a dim
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from lopsided.call import aten_overload
+from lopsided.ir.op_call import aten_overload
 from lopsided.ops.op import Call, Local, Op, dim_of, entries, letters, number, spec
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from lopsided.ir.placement import P
 from lopsided.ops.op import Call, Local, Op, Talk, Written, entries, letters, number, spec, whole, wholes
-from lopsided.placement import P
 
 
 def matmul(call: Call) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lopsided.ir.placement import I
 from lopsided.ops.op import (
     Ask,
     Call,
@@ -26,7 +27,6 @@ from lopsided.ops.op import (
     number,
     spec,
 )
-from lopsided.placement import I
 
 # Lines
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lopsided.call import resolve_op
-from lopsided.graph import Ref
+from lopsided.ir.graph import Ref
+from lopsided.ir.op_call import resolve_op
 from lopsided.ops.op import Call, Local, Op, Written, entries, letters, spec, whole
 
 # Reshapes

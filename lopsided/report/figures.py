@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lopsided.chart import (
+from lopsided.report.chart import (
     BLOCKED,
     COMPUTE,
     EXPOSED,
@@ -26,7 +26,7 @@ from lopsided.chart import (
     Chart,
     Strip,
 )
-from lopsided.listing import bytes_text, seconds_text
+from lopsided.report.listing import bytes_text, seconds_text
 from lopsided.report.markup import Html, data, join, tag
 from lopsided.report.words import percent
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lopsided.confront import Line, confront
-from lopsided.confronttext import error_text, verdict
-from lopsided.listing import bytes_text, seconds_text
-from lopsided.plantext import plural
-from lopsided.record import NETWORK, Run
+from lopsided.calibration.comparison import Line, confront
+from lopsided.calibration.run_record import NETWORK, Run
+from lopsided.report.comparison_text import error_text, verdict
 from lopsided.report.figures import bar, steps_plot
+from lopsided.report.listing import bytes_text, seconds_text
 from lopsided.report.markup import Html, join, tag
 from lopsided.report.parts import cell, row_of, section, swatch, table, words_list
+from lopsided.report.plan_text import plural
 from lopsided.report.words import percent
 
 

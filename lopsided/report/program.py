@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from lopsided.listing import Row, listing, seconds_text
-from lopsided.plan import Plan
-from lopsided.plantext import plural
+from lopsided.planner.plan_data import Plan
 from lopsided.report.figures import bar
+from lopsided.report.listing import Row, listing, seconds_text
 from lopsided.report.markup import Html, join, tag
 from lopsided.report.parts import cell, chip, section, swatch, table
+from lopsided.report.plan_text import plural
 from lopsided.report.words import percent
 
 _PLACEMENT = re.compile(

@@ -9,9 +9,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from lopsided.chart import BLOCKED, COMPUTE, DOING, EXPOSED, HIDDEN, IDLE, OPTIMIZER, WAITING, Chart
-from lopsided.classics import STATE, batch_size
-from lopsided.listing import (
+from lopsided.calibration.run_record import Run
+from lopsided.planner.baselines import STATE, batch_size
+from lopsided.planner.plan_data import Plan
+from lopsided.report.chart import BLOCKED, COMPUTE, DOING, EXPOSED, HIDDEN, IDLE, OPTIMIZER, WAITING, Chart
+from lopsided.report.figures import bar, timeline
+from lopsided.report.listing import (
     DeviceRow,
     bytes_text,
     device_rows,
@@ -20,12 +23,9 @@ from lopsided.listing import (
     seconds_text,
     segment_rows,
 )
-from lopsided.plan import Plan
-from lopsided.plantext import count_text, inputs_of, plural, rate_text, search_lines, shape_text, worth_text
-from lopsided.record import Run
-from lopsided.report.figures import bar, timeline
 from lopsided.report.markup import Html, join, tag
 from lopsided.report.parts import cell, chip, flowing, place_class, row_of, section, swatch, table, words_list
+from lopsided.report.plan_text import count_text, inputs_of, plural, rate_text, search_lines, shape_text, worth_text
 from lopsided.report.words import (
     labels_of,
     lede,

@@ -10,11 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from lopsided.chart import BLOCKED, COMPUTE, EXPOSED, HIDDEN, IDLE, WAITING, Block, Chart, Strip, subject_of
-from lopsided.classics import STATE, batch_size
-from lopsided.listing import DeviceRow, bytes_text, device_rows, seconds_text, told_apart
-from lopsided.plan import Plan
-from lopsided.plantext import plural, rate_text
+from lopsided.planner.baselines import STATE, batch_size
+from lopsided.planner.plan_data import Plan
+from lopsided.report.chart import BLOCKED, COMPUTE, EXPOSED, HIDDEN, IDLE, WAITING, Block, Chart, Strip, subject_of
+from lopsided.report.listing import DeviceRow, bytes_text, device_rows, seconds_text, told_apart
+from lopsided.report.plan_text import plural, rate_text
 
 _LEAST = 0.0005  # as part of a step: less is not worth a word
 _MOST_NAMED = 4

@@ -1,1 +1,1 @@
-"""The runtime: a plan becomes a training run on `torch.distributed`, one process a device."""
+"""`parallelize`: a plan on `torch.distributed`, one process a device."""

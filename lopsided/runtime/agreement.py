@@ -16,18 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster import Cluster
-from lopsided.clusterfile import load_cluster
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.comm.world import World, share_plan
 from lopsided.errors import InputError, PlanError, WorldError
-from lopsided.graph import Graph
-from lopsided.placement import Placement, Shares
-from lopsided.plan import Plan
-from lopsided.planfile import load_plan, parse_plan, plan_text
-from lopsided.planner import plan_rivals
-from lopsided.program import Program
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import Placement, Shares
+from lopsided.ir.program import Program
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.plan_file import load_plan, parse_plan, plan_text
+from lopsided.planner.planner import plan_rivals
+from lopsided.profiling.cache import measure_once
 from lopsided.runtime.differences import differences
-from lopsided.runtime.measure_cache import measure_once
-from lopsided.runtime.world import World, share_plan
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""

@@ -40,11 +40,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lopsided.comm.world import World
 from lopsided.errors import BatchError
-from lopsided.graph import Leaf
-from lopsided.placement import Placement, Shares, pieces_of, start_of
+from lopsided.ir.graph import Leaf
+from lopsided.ir.placement import Placement, Shares, pieces_of, start_of
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.world import World
 
 _END = object()
 

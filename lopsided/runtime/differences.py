@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lopsided.graph import Graph, Leaf
+from lopsided.ir.graph import Graph, Leaf
 
 
 def differences(planned: Graph, here: Graph, most: int = 4) -> tuple[str, ...]:

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lopsided.cluster import Cluster
-from lopsided.devices import shown
-from lopsided.errors import InputError
-from lopsided.plan import Plan
+from lopsided.cluster.cluster import Cluster
+from lopsided.errors import InputError, shown
+from lopsided.planner.plan_data import Plan
 from lopsided.runtime.agreement import PLAN_VARIABLE
 
 MODULE = "torch.distributed.run"

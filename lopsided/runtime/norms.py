@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lopsided.comm.communicator import Wire
 from lopsided.errors import InputError, TrainingError
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.wire import Wire
 
 _HALF = (torch.float16, torch.bfloat16)
 

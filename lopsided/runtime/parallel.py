@@ -23,34 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lopsided.capture import LossFn, capture, flatten_batch, surrounding_autocast
-from lopsided.cluster import Cluster
-from lopsided.collectives import Network
-from lopsided.errors import BatchError, TrainingError
-from lopsided.graph import Graph, Leaf
-from lopsided.placement import Placement, pieces_of, take_piece
-from lopsided.plan import Plan
-from lopsided.planfile import plan_text
-from lopsided.program import Program, parse_program
-from lopsided.runtime import replicas
-from lopsided.runtime.adoption import Adopted, adopt, replaced
-from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
-from lopsided.runtime.buffers import Buffers
-from lopsided.runtime.exchange import Exchange
-from lopsided.runtime.gradients import Gradients
-from lopsided.runtime.initial import initialise
-from lopsided.runtime.lastloss import LastLoss
-from lopsided.runtime.op import AnyRandomness
-from lopsided.runtime.optimizers import watch_optimizers
-from lopsided.runtime.pieces import Piece, piece_of
-from lopsided.runtime.randomness import Randomness
-from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
-from lopsided.runtime.rivals import quickest
-from lopsided.runtime.steps import Steps
-from lopsided.runtime.variants import program_for
-from lopsided.runtime.watch import Watch
-from lopsided.runtime.wire import Wire
-from lopsided.runtime.world import (
+from lopsided.capturing.capture_graph import LossFn, capture, flatten_batch, surrounding_autocast
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.collectives import Network
+from lopsided.comm.communicator import Wire
+from lopsided.comm.redistribute import Exchange
+from lopsided.comm.watchdog import Watch
+from lopsided.comm.world import (
     TIMEOUT_S,
     World,
     begin,
@@ -61,6 +40,27 @@ from lopsided.runtime.world import (
     share_plan,
     side_group,
 )
+from lopsided.errors import BatchError, TrainingError
+from lopsided.executor.executor import Steps
+from lopsided.executor.gradients import Gradients
+from lopsided.executor.local_op import AnyRandomness
+from lopsided.executor.randomness import Randomness
+from lopsided.ir.graph import Graph, Leaf
+from lopsided.ir.placement import Placement, pieces_of, take_piece
+from lopsided.ir.program import Program, parse_program
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.plan_file import plan_text
+from lopsided.runtime import replicas
+from lopsided.runtime.adoption import Adopted, adopt, replaced
+from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
+from lopsided.runtime.autotune import quickest
+from lopsided.runtime.buffers import Buffers
+from lopsided.runtime.initial import initialise
+from lopsided.runtime.last_loss import LastLoss
+from lopsided.runtime.modes import program_for
+from lopsided.runtime.optimizers import watch_optimizers
+from lopsided.runtime.pieces import Piece, piece_of
+from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
 
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""

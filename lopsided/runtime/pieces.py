@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lopsided.graph import Leaf
-from lopsided.placement import Placement, Shares, join_pieces, pieces_of, start_of, take_piece
+from lopsided.ir.graph import Leaf
+from lopsided.ir.placement import Placement, Shares, join_pieces, pieces_of, start_of, take_piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Chunk:
 class Piece:
     """One parameter on one process. `rank` counts in the group of devices that take part; a bystander has -1.
 
-    >>> from lopsided.placement import S
+    >>> from lopsided.ir.placement import S
     >>> piece = Piece("w", (), (12, 2), torch.float32, S(0, outer=3), counts=(3, 1), rank=1)
     >>> piece.local_shape, piece.chunks()[1]
     ((3, 2), Chunk(offsets=(7, 0), sizes=(1, 2)))

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lopsided.calibration.run_record import OPTIMIZER, DeviceRun, Run, Span, StepRun, save_run
+from lopsided.comm.recorder import DIGITS, Recorder, hardware_of
+from lopsided.comm.world import World
 from lopsided.errors import InputError, RunError
-from lopsided.plan import Plan
-from lopsided.record import OPTIMIZER, DeviceRun, Run, Span, StepRun, save_run
-from lopsided.runtime.recorder import DIGITS, Recorder, hardware_of
-from lopsided.runtime.world import World
+from lopsided.planner.plan_data import Plan
 
 RECORD_VARIABLE = "LOPSIDED_RECORD"
 """The file into which every parallelized model records its first steps, if set."""

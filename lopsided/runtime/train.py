@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lopsided.cluster import Cluster
+from lopsided.calibration.run_record import Run
+from lopsided.cluster.cluster import Cluster
 from lopsided.errors import InputError
-from lopsided.models import load
-from lopsided.plan import Plan
-from lopsided.record import Run
+from lopsided.models.by_name import load
+from lopsided.planner.plan_data import Plan
 from lopsided.runtime.parallel import parallelize
 from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED
 

@@ -8,14 +8,14 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lopsided.capture import capture
-from lopsided.cluster import Cluster
-from lopsided.clusterfile import parse_cluster
-from lopsided.graph import Graph
-from lopsided.placement import Shares
-from lopsided.plan import Baseline, Plan, SearchReport
-from lopsided.planner import predict
-from lopsided.program import parse_program
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster_file import parse_cluster
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import Shares
+from lopsided.ir.program import parse_program
+from lopsided.planner.plan_data import Baseline, Plan, SearchReport
+from lopsided.planner.planner import predict
 
 
 class Block(nn.Module):

@@ -6,27 +6,28 @@ from dataclasses import replace
 
 import pytest
 
-from lopsided.ablation import ADDITIONS, HAP, additions_named, beliefs, fewer_rules, in_the_open
-from lopsided.capture import capture
-from lopsided.classics import STATE, data_parallel, stored_cut
-from lopsided.cluster import Cluster, Kind, Link, Measured
-from lopsided.clusterfile import load_cluster
-from lopsided.collectives import Network
-from lopsided.cost import Costs, Scale, Transfer, optimizer_named
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster, Kind, Link, Measured
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.cluster.collectives import Network
 from lopsided.errors import InputError
-from lopsided.graph import Graph
-from lopsided.models import load
-from lopsided.placement import I, Shares
-from lopsided.planfile import parse_plan, plan_text
-from lopsided.planner import plan_graph, predict
-from lopsided.prices import SharePrices
-from lopsided.program import check_program
-from lopsided.rules import RuleBook, derive_rules
-from lopsided.schedule import Compute, lay_out
-from lopsided.simulate import one_device, simulate
-from lopsided.timeline import run
-from lopsided.verify import compare
-from lopsided.widen import TOLERANCE, in_float64
+from lopsided.ir.dtypes import TOLERANCE, in_float64
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import I, Shares
+from lopsided.ir.program import check_program, one_device
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.ablation import ADDITIONS, HAP, additions_named, beliefs, fewer_rules, in_the_open
+from lopsided.planner.baselines import STATE, data_parallel, stored_cut
+from lopsided.planner.plan_file import parse_plan, plan_text
+from lopsided.planner.planner import plan_graph, predict
+from lopsided.planner.search_cost import SharePrices
+from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named
+from lopsided.schedule.layout import Compute, lay_out
+from lopsided.schedule.timeline import run
+from lopsided.verification.simulator import simulate
+from lopsided.verification.verifier import compare
 
 SMALL = "bert:layers=1,width=32,heads=4,seq=8,vocab=64,dropout=0,batch=16"
 

@@ -12,19 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lopsided import zoo
-from lopsided.capture import capture
+from lopsided.capturing.capture_graph import capture
 from lopsided.errors import ProgramError
-from lopsided.graph import Graph, Leaf, Node, Ref, Value
-from lopsided.models import load
-from lopsided.notation import Rule
-from lopsided.placement import I, P, Placement, R, S
-from lopsided.program import Program, check_program
-from lopsided.rules import RuleBook, derive_rules
-from lopsided.search import search
-from lopsided.search.choices import choices
-from lopsided.search.copies import Trees
-from lopsided.search.copies import price_of as price_of_value
+from lopsided.ir.graph import Graph, Leaf, Node, Ref, Value
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, P, Placement, R, S
+from lopsided.ir.program import Program, check_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models import zoo
+from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.search import search
+from lopsided.planner.search.choices import choices
+from lopsided.planner.search.copies import Trees
+from lopsided.planner.search.copies import price_of as price_of_value
 
 PLACEMENTS = (I, R, P, S(0), S(1))
 

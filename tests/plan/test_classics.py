@@ -5,22 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lopsided import zoo
-from lopsided.capture import capture
-from lopsided.classics import batch_dims, batch_size, data_parallel, leaves_batch_whole, stored_cut
-from lopsided.clusterfile import load_cluster
-from lopsided.cost import Costs, Scale, optimizer_named
-from lopsided.graph import Graph
-from lopsided.models import load
-from lopsided.placement import I, Placement, R, S
-from lopsided.prices import SharePrices
-from lopsided.program import Program, check_program
-from lopsided.rules import RuleBook, derive_rules
-from lopsided.schedule import lay_out
-from lopsided.search import search
-from lopsided.simulate import one_device, simulate
-from lopsided.verify import compare
-from lopsided.widen import TOLERANCE, in_float64
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.ir.dtypes import TOLERANCE, in_float64
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import I, Placement, R, S
+from lopsided.ir.program import Program, check_program, one_device
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models import zoo
+from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.baselines import batch_dims, batch_size, data_parallel, leaves_batch_whole, stored_cut
+from lopsided.planner.search import search
+from lopsided.planner.search_cost import SharePrices
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.layout import lay_out
+from lopsided.verification.simulator import simulate
+from lopsided.verification.verifier import compare
 
 EIGHT = load_cluster("equal-8")
 

@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 from plans_by_hand import DATA_PARALLEL, SHARES, ZERO, plan_of
 
-from lopsided import cli
-from lopsided.cli import main
-from lopsided.cli_plan import plan_json
-from lopsided.clusterfile import parse_cluster, preset_names
+from lopsided.cli import app as cli
+from lopsided.cli.app import main
+from lopsided.cli.plan_commands import plan_json
+from lopsided.cluster.cluster_file import parse_cluster, preset_names
 from lopsided.errors import PlanError
-from lopsided.placement import Shares
-from lopsided.plan import Plan
-from lopsided.plandiff import diff_plans
-from lopsided.planfile import load_plan
-from lopsided.plantext import (
+from lopsided.ir.placement import Shares
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.plan_file import load_plan
+from lopsided.planner.search import Progress
+from lopsided.report.plan_diff import diff_plans
+from lopsided.report.plan_text import (
     WIDTH,
     baseline_lines,
     breakdown_lines,
@@ -39,7 +40,6 @@ from lopsided.plantext import (
     segment_lines,
     worth_text,
 )
-from lopsided.search import Progress
 
 SMALL = "bert:layers=4,width=32,heads=2,vocab=97,seq=8,batch=16"
 ON = "2xA6000+2x2080Ti"
@@ -239,7 +239,7 @@ def test_an_interrupt_is_told_in_a_word(monkeypatch: pytest.MonkeyPatch) -> None
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lopsided.cli_plan.load_plan", interrupted)
+    monkeypatch.setattr("lopsided.cli.plan_commands.load_plan", interrupted)
     done = lopsided("show", "plan.json")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
     monkeypatch.setattr(cli, "app", interrupted)
@@ -277,7 +277,7 @@ def test_a_plan_that_cannot_be_kept_is_still_shown(monkeypatch: pytest.MonkeyPat
     def full(*_: object) -> None:
         raise PlanError("the plan cannot be written: no room")
 
-    monkeypatch.setattr("lopsided.cli_plan.save_plan", full)
+    monkeypatch.setattr("lopsided.cli.plan_commands.save_plan", full)
     done = lopsided("plan", SMALL, "--cluster", ON, "-o", str(tmp_path / "plan.json"))
     assert done.returncode == 2
     assert "compared with" in done.stdout

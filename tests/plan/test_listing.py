@@ -12,12 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans_by_hand import DATA_PARALLEL, SHARES, ZERO, cluster, graph, plan_of
 
-from lopsided import listing as module
-from lopsided.capture import capture
-from lopsided.classics import data_parallel, stored_cut
-from lopsided.clusterfile import load_cluster
-from lopsided.cost import Costs, Scale, optimizer_named
-from lopsided.listing import (
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.ir.placement import Shares
+from lopsided.ir.program import parse_program
+from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.baselines import data_parallel, stored_cut
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.planner import predict
+from lopsided.planner.search_cost import SharePrices
+from lopsided.report import listing as module
+from lopsided.report.listing import (
     Repeat,
     Row,
     bytes_text,
@@ -31,15 +37,9 @@ from lopsided.listing import (
     segment_rows,
     told_apart,
 )
-from lopsided.models import load
-from lopsided.placement import Shares
-from lopsided.plan import Plan
-from lopsided.plandiff import diff_plans
-from lopsided.planner import predict
-from lopsided.prices import SharePrices
-from lopsided.program import parse_program
-from lopsided.rules import derive_rules
-from lopsided.schedule import lay_out
+from lopsided.report.plan_diff import diff_plans
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.layout import lay_out
 
 # Rows
 

@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans_by_hand import DATA_PARALLEL, SHARES, ZERO, graph, plan_of
 
-from lopsided.clusterfile import load_cluster
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.codec import check_writable
 from lopsided.errors import PlanError
-from lopsided.jsonfile import check_writable
-from lopsided.models import load
-from lopsided.placement import Shares
-from lopsided.plan import Breakdown
-from lopsided.planfile import EDITED, FORMAT, PLAN_FILE, VERSION, load_plan, parse_plan, plan_text, save_plan
-from lopsided.planner import plan, predict
-from lopsided.rules import derive_rules
-from lopsided.sample import random_program
+from lopsided.ir.placement import Shares
+from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.plan_data import Breakdown
+from lopsided.planner.plan_file import EDITED, FORMAT, PLAN_FILE, VERSION, load_plan, parse_plan, plan_text, save_plan
+from lopsided.planner.planner import plan, predict
+from lopsided.verification.random_programs import random_program
 
 # Round trips
 
@@ -436,7 +436,7 @@ def test_a_full_disk_is_told_in_words() -> None:
 
 
 def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lopsided.jsonfile.MOST_BYTES_OF_A_FILE", 1000)
+    monkeypatch.setattr("lopsided.codec.MOST_BYTES_OF_A_FILE", 1000)
     save_plan(plan_of(), tmp_path / "plan.json")
     with pytest.raises(PlanError, match="larger than 1,000 bytes"):
         load_plan(tmp_path / "plan.json")

@@ -10,29 +10,29 @@ import torch
 from torch import nn
 
 import lopsided
-from lopsided import zoo
-from lopsided.candidates import MEMORY_IN_USE, Limits
-from lopsided.capture import capture
-from lopsided.classics import data_parallel, stored_cut
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.clusterfile import load_cluster
-from lopsided.cost import Scale, optimizer_named
+from lopsided.capturing.capture_graph import capture
+from lopsided.capturing.retype import in_dtype
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster_file import load_cluster
 from lopsided.errors import DoesNotFitError, InputError, PlanError
-from lopsided.graph import Graph
-from lopsided.models import load
-from lopsided.placement import I, S, Shares
-from lopsided.plan import Plan
-from lopsided.planner import plan, plan_graph, predict
-from lopsided.prices import SharePrices
-from lopsided.program import check_program
-from lopsided.retype import in_dtype
-from lopsided.rules import derive_rules
-from lopsided.schedule import BUCKET_BYTES
-from lopsided.search import Progress
-from lopsided.simulate import one_device, simulate
-from lopsided.verify import compare
-from lopsided.widen import TOLERANCE, in_float64
-from lopsided.workshop import Workshop
+from lopsided.ir.dtypes import TOLERANCE, in_float64
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import I, S, Shares
+from lopsided.ir.program import check_program, one_device
+from lopsided.models import zoo
+from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.baselines import data_parallel, stored_cut
+from lopsided.planner.candidates import MEMORY_IN_USE, Limits
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.planner import plan, plan_graph, predict
+from lopsided.planner.proposals import Workshop
+from lopsided.planner.search import Progress
+from lopsided.planner.search_cost import SharePrices
+from lopsided.schedule.cost import Scale, optimizer_named
+from lopsided.schedule.layout import BUCKET_BYTES
+from lopsided.verification.simulator import simulate
+from lopsided.verification.verifier import compare
 
 
 def cluster(

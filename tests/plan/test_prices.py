@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from lopsided.capture import capture
-from lopsided.clusterfile import load_cluster
-from lopsided.cost import Costs, Scale, conversion, optimizer_named, transfer_s
-from lopsided.graph import Graph, Leaf
-from lopsided.placement import I, P, R, S, Shares
-from lopsided.prices import Hidden, SharePrices
-from lopsided.rules import derive_rules
-from lopsided.schedule import BUCKET_BYTES
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.ir.graph import Graph, Leaf
+from lopsided.ir.placement import I, P, R, S, Shares
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.search_cost import Hidden, SharePrices
+from lopsided.schedule.cost import Costs, Scale, conversion, optimizer_named, transfer_s
+from lopsided.schedule.layout import BUCKET_BYTES
 
 HAP = load_cluster("hap-64")
 SHARES = Shares((1 / 64,) * 64)

@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 from plans_by_hand import plan_of
 
-from lopsided.confront import Confrontation, Line, carried, confront, fraction_of, of_all
-from lopsided.confronttext import confrontation_lines, error_text
-from lopsided.cost import Costs, optimizer_named
-from lopsided.errors import RunError
-from lopsided.plan import Plan
-from lopsided.record import (
+from lopsided.calibration.comparison import Confrontation, Line, carried, confront, fraction_of, of_all
+from lopsided.calibration.run_record import (
     COMPUTE,
     NETWORK,
     OPTIMIZER,
@@ -28,7 +24,11 @@ from lopsided.record import (
     run_text,
     save_run,
 )
-from lopsided.schedule import Compute, lay_out
+from lopsided.errors import RunError
+from lopsided.planner.plan_data import Plan
+from lopsided.report.comparison_text import confrontation_lines, error_text
+from lopsided.schedule.cost import Costs, optimizer_named
+from lopsided.schedule.layout import Compute, lay_out
 
 
 def as_predicted(plan: Plan, *, slower: float = 1.0, late_s: float = 0.0) -> Run:

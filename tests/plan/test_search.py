@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lopsided.search import astar
-from lopsided.search.astar import Progress, gap_of, solve
-from lopsided.search.problem import Factor, Problem, solve_by_enumeration
-from lopsided.search.reduction import reduce_problem
+from lopsided.planner.search import astar
+from lopsided.planner.search.astar import Progress, gap_of, solve
+from lopsided.planner.search.problem import Factor, Problem, solve_by_enumeration
+from lopsided.planner.search.reduction import reduce_problem
 
 PRICES = st.sampled_from([0.0, 0.0, 1.0, 2.0, 3.5, 7.0, math.inf])
 LIMITS = st.sampled_from([1, 4, 12, 1 << 20])

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lopsided.capture import capture
-from lopsided.cluster import Cluster, Kind, Link
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.errors import ProgramError
-from lopsided.graph import Graph
-from lopsided.models import load
-from lopsided.placement import S, Shares
-from lopsided.planner import plan_graph, predict
-from lopsided.program import Program, check_program, parse_program
-from lopsided.rules import derive_rules
-from lopsided.segments import found_segments, given_segments
-from lopsided.simulate import one_device, simulate
-from lopsided.verify import compare
-from lopsided.widen import TOLERANCE, in_float64
+from lopsided.ir.dtypes import TOLERANCE, in_float64
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import S, Shares
+from lopsided.ir.program import Program, check_program, one_device, parse_program
+from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.planner import plan_graph, predict
+from lopsided.planner.segments import found_segments, given_segments
+from lopsided.verification.simulator import simulate
+from lopsided.verification.verifier import compare
 
 
 def unlike() -> Cluster:

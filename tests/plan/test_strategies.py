@@ -17,25 +17,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lopsided import models
-from lopsided.candidates import MEMORY_IN_USE
-from lopsided.capture import capture
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.clusterfile import load_cluster
-from lopsided.cost import Costs, Scale, Transfer, optimizer_named
-from lopsided.graph import Graph, Leaf, Node
-from lopsided.notation import Rule
-from lopsided.placement import I, P, Placement, R, S, Shares
-from lopsided.plan import Plan
-from lopsided.planner import plan_graph, stores_of
-from lopsided.prices import SharePrices
-from lopsided.program import Program, check_program, parse_program
-from lopsided.rules import RuleBook, derive_rules
-from lopsided.schedule import Schedule, lay_out
-from lopsided.search import search
-from lopsided.simulate import one_device, simulate
-from lopsided.verify import compare
-from lopsided.widen import TOLERANCE, in_float64
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.ir.dtypes import TOLERANCE, in_float64
+from lopsided.ir.graph import Graph, Leaf, Node
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, P, Placement, R, S, Shares
+from lopsided.ir.program import Program, check_program, one_device, parse_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models import by_name as models
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.candidates import MEMORY_IN_USE
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.planner import plan_graph, stores_of
+from lopsided.planner.search import search
+from lopsided.planner.search_cost import SharePrices
+from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named
+from lopsided.schedule.layout import Schedule, lay_out
+from lopsided.verification.simulator import simulate
+from lopsided.verification.verifier import compare
 
 GOLDEN = Path(__file__).parent / "golden"
 LATENCY_S = 1e-7

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from plans_by_hand import plan_of
 
-from lopsided.chart import COMPUTE, OPTIMIZER, predicted_chart
-from lopsided.plan import Baseline, Plan
-from lopsided.record import DeviceRun, Run, Span, StepRun
+from lopsided.calibration.run_record import DeviceRun, Run, Span, StepRun
+from lopsided.planner.plan_data import Baseline, Plan
+from lopsided.report.chart import COMPUTE, OPTIMIZER, predicted_chart
 
 HOSTILE = '"><img src="https://example.org/x" onerror="window.bad=1"></script><script>window.bad=1</script>'
 

@@ -19,7 +19,7 @@ import pytest
 from plans_by_hand import ZERO, plan_of
 from runs_by_hand import HOSTILE, hostile_plan, run_of
 
-from lopsided.report import report_html
+from lopsided.report.page import report_html
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _INSTALL = ("apt-get", "install", "-y", "-q", "chromium", "chromium-driver")

@@ -9,7 +9,10 @@ import pytest
 from plans_by_hand import DATA_PARALLEL, ZERO, plan_of
 from runs_by_hand import run_of
 
-from lopsided.chart import (
+from lopsided.ir.placement import Shares
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.planner import predict
+from lopsided.report.chart import (
     BLOCKED,
     COMPUTE,
     EXPOSED,
@@ -20,9 +23,6 @@ from lopsided.chart import (
     measured_chart,
     predicted_chart,
 )
-from lopsided.placement import Shares
-from lopsided.plan import Plan
-from lopsided.planner import predict
 
 
 def plans() -> list[Plan]:

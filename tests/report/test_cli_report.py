@@ -12,9 +12,9 @@ import pytest
 from plans_by_hand import DATA_PARALLEL, ZERO, plan_of
 from runs_by_hand import run_of
 
-from lopsided.cli import main
-from lopsided.planfile import save_plan
-from lopsided.record import save_run
+from lopsided.calibration.run_record import save_run
+from lopsided.cli.app import main
+from lopsided.planner.plan_file import save_plan
 
 
 def lopsided(*arguments: str) -> tuple[int, str, str]:

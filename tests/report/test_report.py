@@ -10,11 +10,12 @@ import pytest
 from plans_by_hand import ZERO, plan_of
 from runs_by_hand import HOSTILE, hostile_plan, run_of
 
-from lopsided.chart import predicted_chart
-from lopsided.listing import bytes_text, listing, seconds_text
-from lopsided.report import figures, report_html
+from lopsided.report import figures
+from lopsided.report.chart import predicted_chart
 from lopsided.report.figures import ticks, timeline
+from lopsided.report.listing import bytes_text, listing, seconds_text
 from lopsided.report.markup import Html, data, tag, text
+from lopsided.report.page import report_html
 from lopsided.report.parts import flowing
 from lopsided.report.program import coloured
 

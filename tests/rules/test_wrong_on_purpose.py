@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from lopsided.ir.placement import P
 from lopsided.ops import TABLE, describe
 from lopsided.ops.losses import classified
 from lopsided.ops.op import Call, Local, Op, Talk, number
 from lopsided.ops.products import convolution
 from lopsided.ops.reduce import linear as sum_line
-from lopsided.placement import P
-from lopsided.samples.draw import Draw
-from lopsided.validate import Sample, sample, validate
+from lopsided.ops.samples.draw import Draw
+from lopsided.ops.validator import Sample, sample, validate
 
 _draw = Draw(0)
 

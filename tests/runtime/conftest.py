@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lopsided.processes import Crew
+from lopsided.comm.worker_pool import Crew
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lopsided.placement import I, Placement, S, Shares, pieces_of
+from lopsided.comm.world import World
+from lopsided.executor.randomness import Randomness
+from lopsided.ir.placement import I, Placement, S, Shares, pieces_of
 from lopsided.runtime.pieces import Piece
-from lopsided.runtime.randomness import Randomness
-from lopsided.runtime.world import World
 
 # How a cluster is cut. A share of 0 holds nothing of what is cut; a rank without a share is a bystander.
 FOUR = (0.5, 0.3, 0.0, 0.2)

@@ -10,24 +10,25 @@ from functools import cache
 import torch
 from torch import nn
 
-from lopsided.capture import capture
-from lopsided.classics import data_parallel, stored_cut
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.cost import Costs, Scale, optimizer_named
-from lopsided.graph import Graph
-from lopsided.graphparse import parse_graph
-from lopsided.models import load
-from lopsided.placement import Shares
-from lopsided.plan import Breakdown, Plan, SearchReport
-from lopsided.planner import plan_graph
-from lopsided.prices import SharePrices
-from lopsided.program import Program, parse_program
-from lopsided.rules import RuleBook, derive_rules
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.comm.world import meet
+from lopsided.ir.graph import Graph
+from lopsided.ir.graph_text import parse_graph
+from lopsided.ir.placement import Shares
+from lopsided.ir.program import Program, parse_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.baselines import data_parallel, stored_cut
+from lopsided.planner.plan_data import Breakdown, Plan, SearchReport
+from lopsided.planner.planner import plan_graph
+from lopsided.planner.search import search
+from lopsided.planner.search_cost import SharePrices
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.sameness import Sameness, compare_step, compare_training
-from lopsided.runtime.world import meet
-from lopsided.sample import random_program
-from lopsided.search import search
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.verification.random_programs import random_program
+from lopsided.verification.sameness import Sameness, compare_step, compare_training
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lopsided.comm.worker_pool import Crew
 from lopsided.errors import BatchError
-from lopsided.graph import Leaf, Value
-from lopsided.placement import I, Placement, S, Shares
-from lopsided.processes import Crew
+from lopsided.ir.graph import Leaf, Value
+from lopsided.ir.placement import I, Placement, S, Shares
+from lopsided.models.zoo import SMALL
 from lopsided.runtime.batches import shard
-from lopsided.zoo import SMALL
 
 SHARES = Shares((0.5, 0.3, 0.2, 0.0))
 BATCH = 10

@@ -19,19 +19,20 @@ from runs import Run, at_random, classic, model_of, parallel_of
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lopsided.comm.worker_pool import Crew
 from lopsided.errors import CheckpointError
-from lopsided.models import load as load_model
-from lopsided.placement import S, Shares
-from lopsided.processes import Crew
-from lopsided.runtime import checkpoint_folder, storage
-from lopsided.runtime.accord import accord_of
-from lopsided.runtime.checkpoint import load, save
-from lopsided.runtime.contents import Kept, spread
-from lopsided.runtime.convert import convert
+from lopsided.ir.placement import S, Shares
+from lopsided.models.by_name import load as load_model
+from lopsided.models.zoo import SMALL
+from lopsided.runtime.checkpoint import folder as checkpoint_folder
+from lopsided.runtime.checkpoint import storage
+from lopsided.runtime.checkpoint.checkpoint import load, save
+from lopsided.runtime.checkpoint.contents import Kept, spread
+from lopsided.runtime.checkpoint.convert import convert
+from lopsided.runtime.checkpoint.plain import as_plain, from_plain
+from lopsided.runtime.checkpoint.state import full_state_dict
+from lopsided.runtime.control_plane import accord_of
 from lopsided.runtime.pieces import Piece
-from lopsided.runtime.plain import as_plain, from_plain
-from lopsided.runtime.state import full_state_dict
-from lopsided.zoo import SMALL
 
 Crews = Callable[[int], Crew]
 

@@ -15,19 +15,19 @@ from runs import Run, classic, cluster_of, model_of, parallel_of, parsed
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from lopsided import cli_run
-from lopsided.cli import app
-from lopsided.cluster import Cluster, Link
+from lopsided.capturing.retype import in_dtype
+from lopsided.cli import run_commands as cli_run
+from lopsided.cli.app import app
+from lopsided.cluster.cluster import Cluster, Link
+from lopsided.comm.worker_pool import Crew
 from lopsided.errors import InputError, LopsidedError, PlanError
-from lopsided.placement import Shares
-from lopsided.plan import Plan
-from lopsided.planfile import save_plan
-from lopsided.processes import Crew
-from lopsided.program import parse_program
-from lopsided.retype import in_dtype
-from lopsided.runtime.checkpoint import save
+from lopsided.ir.placement import Shares
+from lopsided.ir.program import parse_program
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.plan_file import save_plan
+from lopsided.runtime.checkpoint.checkpoint import save
 from lopsided.runtime.launch import launch_words
-from lopsided.runtime.proof import Claim
+from lopsided.verification.on_processes import Claim
 
 SPEC = "mlp:layers=2,width=12,classes=5,batch=7"
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lopsided.errors import ModelError
-from lopsided.placement import I, Placement, S
+from lopsided.ir.placement import I, Placement, S
 from lopsided.runtime.initial import initialise
 from lopsided.runtime.pieces import Piece
 

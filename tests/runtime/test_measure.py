@@ -11,20 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided import zoo
-from lopsided.capture import capture
-from lopsided.clusterfile import parse_cluster
-from lopsided.cost import Costs, optimizer_named, update_call
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster_file import parse_cluster
+from lopsided.comm.worker_pool import Crew
 from lopsided.errors import InputError
-from lopsided.graph import Graph
-from lopsided.placement import S
-from lopsided.processes import Crew
-from lopsided.runtime import measure_kinds as room
-from lopsided.runtime import measure_ops
-from lopsided.runtime.measure import Measurement, measure, take_measurement
-from lopsided.runtime.measure_kinds import Found, Seat, Took
-from lopsided.runtime.measure_links import WAYS
-from lopsided.runtime.measure_ops import (
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import S
+from lopsided.models import zoo
+from lopsided.profiling import kinds as room
+from lopsided.profiling import op_times as measure_ops
+from lopsided.profiling.kinds import Found, Seat, Took
+from lopsided.profiling.links import WAYS
+from lopsided.profiling.measure import Measurement, measure, take_measurement
+from lopsided.profiling.op_times import (
     Speeds,
     choose_jobs,
     distinct_calls,
@@ -34,7 +33,8 @@ from lopsided.runtime.measure_ops import (
     run_job,
     speed_dtypes,
 )
-from lopsided.runtime.measure_updates import fractions_of
+from lopsided.profiling.updates import fractions_of
+from lopsided.schedule.cost import Costs, optimizer_named, update_call
 
 CPU = torch.device("cpu")
 SPEEDS = Speeds((("f32", 1e10),), 1e9, 1e-5)

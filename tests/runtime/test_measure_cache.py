@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lopsided import zoo
-from lopsided.capture import capture
-from lopsided.clusterfile import parse_cluster
-from lopsided.graph import Graph
-from lopsided.processes import Crew
-from lopsided.runtime import measure_cache as room
-from lopsided.runtime.measure_cache import cache_folder, digest, keep, measure_once, read
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster_file import parse_cluster
+from lopsided.comm.worker_pool import Crew
+from lopsided.ir.graph import Graph
+from lopsided.models import zoo
+from lopsided.profiling import cache as room
+from lopsided.profiling.cache import cache_folder, digest, keep, measure_once, read
 
 CPU = torch.device("cpu")
 

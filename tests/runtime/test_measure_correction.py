@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopsided.cost import Affine
-from lopsided.runtime.measure_correction import Correction, Expected, Rehearsed, correction_by
+from lopsided.profiling.correction import Correction, Expected, Rehearsed, correction_by
+from lopsided.schedule.cost import Affine
 
 
 def steps_of(line: Affine, share: float, share_s: float, whole_s: float, calls: int = 100) -> list[Rehearsed]:

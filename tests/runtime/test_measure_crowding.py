@@ -12,20 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided import zoo
-from lopsided.capture import capture
-from lopsided.cluster import Cluster
-from lopsided.devices import Kind, Link
-from lopsided.graph import Graph
-from lopsided.processes import Crew
-from lopsided.rules import derive_rules
-from lopsided.runtime import measure_steps as steps
-from lopsided.runtime.measure_among import council_of
-from lopsided.runtime.measure_crowding import arranged, crowding_of, measure_crowding, shared_chips
-from lopsided.runtime.measure_kinds import Found, Seat, Took, kinds_of, seat_of
-from lopsided.runtime.measure_links import Council
-from lopsided.runtime.measure_ops import Job, Speeds, choose_jobs
-from lopsided.runtime.measure_rehearsal import Rehearsal, _laid_out
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.devices import Kind, Link
+from lopsided.comm.worker_pool import Crew
+from lopsided.ir.graph import Graph
+from lopsided.models import zoo
+from lopsided.ops.derive import derive_rules
+from lopsided.profiling import steps
+from lopsided.profiling.contention import arranged, crowding_of, measure_crowding, shared_chips
+from lopsided.profiling.kinds import Found, Seat, Took, kinds_of, seat_of
+from lopsided.profiling.links import Council
+from lopsided.profiling.op_times import Job, Speeds, choose_jobs
+from lopsided.profiling.step_times import Rehearsal, _laid_out
+from lopsided.profiling.topology import council_of
 
 CPU = torch.device("cpu")
 SPEEDS = Speeds((("f32", 1e10),), 1e9, 1e-5)

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster import Cluster
-from lopsided.collectives import Network, Way
-from lopsided.devices import Kind, Link
-from lopsided.processes import Crew
-from lopsided.runtime import measure_pairs
-from lopsided.runtime.measure_beside import measure_beside
-from lopsided.runtime.measure_links import Council, Fit, Point, Talkers, fit_ways, fitted, line_through
-from lopsided.runtime.measure_load import Load
-from lopsided.runtime.wire import Wire
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.collectives import Network, Way
+from lopsided.cluster.devices import Kind, Link
+from lopsided.comm.communicator import Wire
+from lopsided.comm.worker_pool import Crew
+from lopsided.profiling import pairs as measure_pairs
+from lopsided.profiling.links import Council, Fit, Point, Talkers, fit_ways, fitted, line_through
+from lopsided.profiling.load import Load
+from lopsided.profiling.overlap import measure_beside
 
 CPU = torch.device("cpu")
 

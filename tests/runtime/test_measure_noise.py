@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lopsided.runtime.measure_noise import ANEW, Calm, noise, notices, typical
+from lopsided.profiling.noise import ANEW, Calm, noise, notices, typical
 
 
 def steady(draw: random.Random) -> list[list[float]]:

@@ -13,24 +13,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lopsided import zoo
-from lopsided.capture import capture
-from lopsided.cluster import Cluster
-from lopsided.collectives import Network
-from lopsided.devices import Kind, Link, Measured
-from lopsided.graph import Graph
-from lopsided.placement import I, P, Placement, S, Shares
-from lopsided.processes import Crew
-from lopsided.runtime import measure_ops, measure_rehearsal, rehearse
-from lopsided.runtime import measure_steps as room
-from lopsided.runtime.echo import Echo
-from lopsided.runtime.exchange import Exchange
-from lopsided.runtime.measure import take_measurement
-from lopsided.runtime.measure_correction import Correction, Rehearsed, corrected, correction_by
-from lopsided.runtime.measure_kinds import Found, Took
-from lopsided.runtime.measure_links import Council
-from lopsided.runtime.measure_ops import Speeds, choose_jobs, distinct_calls, probe_calls
-from lopsided.runtime.measure_rehearsal import (
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.collectives import Network
+from lopsided.cluster.devices import Kind, Link, Measured
+from lopsided.comm.communicator import Wire
+from lopsided.comm.echo import Echo
+from lopsided.comm.redistribute import Exchange
+from lopsided.comm.worker_pool import Crew
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import I, P, Placement, S, Shares
+from lopsided.models import zoo
+from lopsided.profiling import dry_run as rehearse
+from lopsided.profiling import op_times as measure_ops
+from lopsided.profiling import step_times as measure_rehearsal
+from lopsided.profiling import steps as room
+from lopsided.profiling.correction import Correction, Rehearsed, corrected, correction_by
+from lopsided.profiling.dry_run import alone_s
+from lopsided.profiling.kinds import Found, Took
+from lopsided.profiling.links import Council
+from lopsided.profiling.measure import take_measurement
+from lopsided.profiling.op_times import Speeds, choose_jobs, distinct_calls, probe_calls
+from lopsided.profiling.step_times import (
     Rehearsal,
     expected,
     packing_of,
@@ -39,9 +43,7 @@ from lopsided.runtime.measure_rehearsal import (
     prepared_alone,
     prepared_hiding,
 )
-from lopsided.runtime.rehearse import alone_s
-from lopsided.runtime.wire import Wire
-from lopsided.schedule import BUCKET_BYTES
+from lopsided.schedule.layout import BUCKET_BYTES
 
 CPU = torch.device("cpu")
 SIZES: dict[str, dict[str, int]] = {

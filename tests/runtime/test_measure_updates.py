@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lopsided.cost import UPDATED_ELEMENTS
-from lopsided.runtime import measure_updates
-from lopsided.runtime.measure_noise import typical
-from lopsided.runtime.measure_updates import FRACTIONS, measure_update
+from lopsided.profiling import updates as measure_updates
+from lopsided.profiling.noise import typical
+from lopsided.profiling.updates import FRACTIONS, measure_update
+from lopsided.schedule.cost import UPDATED_ELEMENTS
 
 CPU = torch.device("cpu")
 AROUND_S, AN_ELEMENT_S = 1e-5, 1e-9

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lopsided.comm.worker_pool import Crew
 from lopsided.errors import InputError, TrainingError
-from lopsided.placement import I, Placement, S
-from lopsided.processes import Crew
+from lopsided.ir.placement import I, Placement, S
 from lopsided.runtime.norms import clip_grad_norm_, grad_norm
 from lopsided.runtime.pieces import Piece
 

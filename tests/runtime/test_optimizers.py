@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lopsided.placement import I, S
+from lopsided.ir.placement import I, S
 from lopsided.runtime import optimizers
 from lopsided.runtime.optimizers import NotElementwiseWarning, is_elementwise, watch_optimizers
 from lopsided.runtime.pieces import Piece

@@ -16,15 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lopsided
-from lopsided.capture import capture
-from lopsided.classics import data_parallel, stored_cut
-from lopsided.placement import I, Shares
-from lopsided.plan import Plan
-from lopsided.processes import Crew
-from lopsided.program import Program, Step
-from lopsided.rules import derive_rules
+from lopsided.capturing.capture_graph import capture
+from lopsided.comm.worker_pool import Crew
+from lopsided.comm.world import World, meet
+from lopsided.ir.placement import I, Shares
+from lopsided.ir.program import Program, Step
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.baselines import data_parallel, stored_cut
+from lopsided.planner.plan_data import Plan
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.world import World, meet
 
 HERE = torch.device(os.environ.get("LOPSIDED_DEVICE", "cpu"))  # cuda:0 runs all of this on a GPU that is shared
 THREE = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
@@ -440,7 +440,7 @@ def with_a_bystander() -> tuple[float, float, float, int]:
     two = planned(model, "zero", Shares((0.7, 0.3), named=(("state", (0.5, 0.5)),)))
     from runs import cluster_of
 
-    from lopsided.cluster import Cluster
+    from lopsided.cluster.cluster import Cluster
 
     three: Cluster = cluster_of(3)
     plan = Plan(

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lopsided.comm.worker_pool import Crew
 from lopsided.errors import RankError
-from lopsided.processes import Crew
 
 
 def sum_of_ranks(start: int) -> float:

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lopsided.cli import app
-from lopsided.clusterfile import load_cluster
-from lopsided.cost import update_call
-from lopsided.devices import Link
+from lopsided.cli.app import app
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.cluster.devices import Link
 from lopsided.errors import InputError
-from lopsided.profiletext import WIDTH, measurement_lines
-from lopsided.runtime.measure import Line, Measurement
-from lopsided.runtime.measure_links import Fit, Point
-from lopsided.runtime.measure_noise import Notice
-from lopsided.runtime.profile import STANDARD, in_percent, standard
+from lopsided.profiling.links import Fit, Point
+from lopsided.profiling.measure import Line, Measurement
+from lopsided.profiling.noise import Notice
+from lopsided.profiling.profile import STANDARD, in_percent, standard
+from lopsided.report.profile_text import WIDTH, measurement_lines
+from lopsided.schedule.cost import update_call
 
 MODEL = "gpt2:layers=1,width=32,heads=4,seq=10,vocab=61,batch=6"
 

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from runs import Run as Program
 from runs import classic, cluster_of, parsed
 
-from lopsided.confront import confront
+from lopsided.calibration.comparison import confront
+from lopsided.calibration.run_record import COMPUTE, NETWORK, OPTIMIZER, Run, load_run, parse_run, run_text
+from lopsided.comm.recorder import Recorder
+from lopsided.comm.worker_pool import Crew
+from lopsided.comm.world import meet
 from lopsided.errors import InputError
-from lopsided.models import load
-from lopsided.placement import Shares
-from lopsided.planner import plan
-from lopsided.processes import Crew
-from lopsided.record import COMPUTE, NETWORK, OPTIMIZER, Run, load_run, parse_run, run_text
+from lopsided.ir.placement import Shares
+from lopsided.models.by_name import load
+from lopsided.planner.planner import plan
+from lopsided.runtime.checkpoint.state import full_state_dict
 from lopsided.runtime.parallel import Parallel, parallelize
-from lopsided.runtime.recorder import Recorder
-from lopsided.runtime.state import full_state_dict
 from lopsided.runtime.train import train
-from lopsided.runtime.world import meet
 
 SPEC = "gpt2:layers=1,width=16,heads=2,seq=8,vocab=32,dropout=0,batch=6"
 SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.collectives import Network
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.collectives import Network
+from lopsided.comm.communicator import Wire
+from lopsided.comm.worker_pool import Crew
+from lopsided.comm.world import World
 from lopsided.errors import WorldError
-from lopsided.placement import I, S
-from lopsided.processes import Crew
+from lopsided.ir.placement import I, S
 from lopsided.runtime import replicas
 from lopsided.runtime.pieces import Piece
 from lopsided.runtime.replicas import DriftWarning, check, compare_replicas, digest, repair
-from lopsided.runtime.wire import Wire
-from lopsided.runtime.world import World
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),

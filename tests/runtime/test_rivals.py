@@ -10,19 +10,19 @@ from functools import cache
 import pytest
 import torch
 
-from lopsided import zoo
-from lopsided.capture import capture
-from lopsided.cluster import Cluster
-from lopsided.devices import Kind, Link
+from lopsided.calibration.rebalance import computing_s
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.devices import Kind, Link
+from lopsided.comm.worker_pool import Crew
 from lopsided.errors import InputError, PlanError
-from lopsided.graph import Graph
-from lopsided.plan import Plan
-from lopsided.planner import plan_graph, plan_rivals
-from lopsided.processes import Crew
-from lopsided.rebalance import computing_s
-from lopsided.runtime import rivals as room
+from lopsided.ir.graph import Graph
+from lopsided.models import zoo
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.planner import plan_graph, plan_rivals
+from lopsided.runtime import autotune as room
+from lopsided.runtime.autotune import Trial, chosen_by, quickest
 from lopsided.runtime.parallel import parallelize
-from lopsided.runtime.rivals import Trial, chosen_by, quickest
 
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "width": 32, "heads": 4, "seq": 10, "vocab": 61, "batch": 8, "dropout": 0}

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from runs import Run, at_random, classic, step, training
 
-from lopsided.placement import Shares
-from lopsided.processes import Crew
-from lopsided.zoo import SMALL
+from lopsided.comm.worker_pool import Crew
+from lopsided.ir.placement import Shares
+from lopsided.models.zoo import SMALL
 
 SHARES = {
     2: Shares((0.7, 0.3), named=(("state", (0.4, 0.6)),)),

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from lopsided.comm.worker_pool import Crew
 from lopsided.errors import CheckpointError
-from lopsided.processes import Crew
-from lopsided.runtime.contents import Held, LoadPlanner, SavePlanner
+from lopsided.runtime.checkpoint.contents import Held, LoadPlanner, SavePlanner
+from lopsided.runtime.checkpoint.storage import SafeReader, SafeWriter, check_files, read_table
+from lopsided.runtime.checkpoint.tensor_file import NAMES, Entry, TensorFile, write_tensors
 from lopsided.runtime.pieces import Chunk
-from lopsided.runtime.storage import SafeReader, SafeWriter, check_files, read_table
-from lopsided.runtime.tensorfile import NAMES, Entry, TensorFile, write_tensors
 
 Crews = Callable[[int], Crew]
 ROWS = torch.arange(24.0).reshape(6, 4)

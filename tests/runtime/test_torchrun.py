@@ -15,13 +15,13 @@ import pytest
 import torch
 from runs import cluster_of, plan_of, prices_of
 
-from lopsided.capture import capture
-from lopsided.classics import data_parallel, stored_cut
-from lopsided.cluster import Cluster, Link
-from lopsided.models import load
-from lopsided.placement import Shares
-from lopsided.planfile import save_plan
-from lopsided.rules import derive_rules
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster, Link
+from lopsided.ir.placement import Shares
+from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.baselines import data_parallel, stored_cut
+from lopsided.planner.plan_file import save_plan
 from lopsided.runtime.launch import MODULE
 
 SPEC = "gpt2:layers=1,width=16,heads=2,seq=6,vocab=31,dropout=0,batch=6"
@@ -33,7 +33,7 @@ import argparse, json, os, sys
 from pathlib import Path
 import torch
 import lopsided
-from lopsided.models import load
+from lopsided.models.by_name import load
 
 options = argparse.ArgumentParser()
 options.add_argument("--plan")

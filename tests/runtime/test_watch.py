@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lopsided.comm.watchdog import Position, Watch, blame, reason_of
+from lopsided.comm.worker_pool import Crew
+from lopsided.comm.world import World, default_store, side_group
 from lopsided.errors import LopsidedError, WorldError
-from lopsided.processes import Crew
-from lopsided.runtime.watch import Position, Watch, blame, reason_of
-from lopsided.runtime.world import World, default_store, side_group
 
 HERE = Position(5, 100.0, 12, "all_reduce of %w", 70.0)
 
@@ -205,8 +205,8 @@ def test_ranks_that_do_not_are_named(
 SCRIPT = """
 import sys, time, threading
 import torch, torch.distributed as dist
-from lopsided.runtime.world import World, begin, default_store, side_group
-from lopsided.runtime import watch as module
+from lopsided.comm.world import World, begin, default_store, side_group
+from lopsided.comm import watchdog as module
 
 def step(watch, group, number):
     watch.at_step(number)

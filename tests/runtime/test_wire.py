@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lopsided.clusterfile import load_cluster
-from lopsided.collectives import Network
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.cluster.collectives import Network
+from lopsided.comm.backends import Flight, NcclLane
+from lopsided.comm.communicator import Handle, Wire
+from lopsided.comm.worker_pool import Crew
 from lopsided.errors import ClusterError, RankError, WorldError
-from lopsided.processes import Crew
-from lopsided.runtime.lanes import Flight, NcclLane
-from lopsided.runtime.wire import Handle, Wire
 
 WAYS = ("padded", "grouped", "all_to_all", "")
 HALF = (torch.float16, torch.bfloat16)

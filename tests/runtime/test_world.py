@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster import Cluster, Kind, Link
-from lopsided.clusterfile import load_cluster
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster_file import load_cluster
+from lopsided.cluster.subclusters import parts, single_devices
+from lopsided.comm.rank_mapping import Told, devices_in, find_seats, model_of, torchrun_line
+from lopsided.comm.worker_pool import Crew
+from lopsided.comm.world import World, begin, check_same, group_of, meet, share_plan, side_group
 from lopsided.errors import WorldError
-from lopsided.parts import parts, single_devices
-from lopsided.processes import Crew
-from lopsided.runtime.seats import Told, devices_in, find_seats, model_of, torchrun_line
-from lopsided.runtime.world import World, begin, check_same, group_of, meet, share_plan, side_group
 
 GIB = 2**30
 LINK = Link(1e-5, 1e9)
@@ -237,9 +237,9 @@ def test_the_plan_of_rank_0(crews: Callable[[int], Crew]) -> None:
 ALONE = """
 import torch, torch.distributed as dist
 from types import SimpleNamespace
-from lopsided.runtime.world import begin, check_same, default_store, group_of, meet, share_plan, side_group
-from lopsided.runtime.watch import Watch
-from lopsided.cluster import Cluster, Kind, Link
+from lopsided.comm.world import begin, check_same, default_store, group_of, meet, share_plan, side_group
+from lopsided.comm.watchdog import Watch
+from lopsided.cluster.cluster import Cluster, Kind, Link
 begin()
 one = Cluster("x", "", (Kind("a", "n", 1, 1, (("f32", 1e9),), 1e9, 1, 0.0),), Link(0, 1e9), Link(0, 1e9))
 world = meet(SimpleNamespace(cluster=one, on=one))

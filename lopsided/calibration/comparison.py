@@ -1,0 +1,300 @@
+"""Predicted against measured: a run held against its plan, line by line.
+
+In: a `Run`. Out: `Confrontation`: the step, every device, class of op and collective, and memory, each predicted and
+measured; how far off the step is, and which line is to blame most.
+
+Lines add up per device. A device computes ops (by class: the forward and backward seconds of all nodes with that op)
+and updates parameters. What lies around that has lines of its own: conversions (tensors cut, joined and packed to be
+sent) and what is between ops; where nobody measured them, a plan takes both to be free. What sending drags on computing
+is predicted as a line, and measured within the ops it drags on.
+
+The k-th collective is the same one on every device; the device that came last waited least, so the shortest of their
+times is what the collective itself took.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lopsided.calibration.run_record import (
+    BUCKETS,
+    COMPUTE,
+    CONVERSIONS,
+    NETWORK,
+    OPTIMIZER,
+    DeviceRun,
+    Run,
+    Span,
+    StepRun,
+)
+from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.collectives import COLLECTIVES
+from lopsided.planner.plan_data import Plan
+from lopsided.schedule import timeline
+from lopsided.schedule.cost import Costs, Cut, Scale, optimizer_named
+from lopsided.schedule.layout import Compute, Schedule
+
+BETWEEN = "between ops"
+DRAG = "drag of sending"
+AROUND = (CONVERSIONS, BETWEEN)
+"""What lies around ops; free in a plan for devices of which it was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Something in seconds (or bytes): what the plan said, and what was."""
+
+    what: str
+    predicted: float
+    measured: float
+    times: int = 1  # that it happens in a step
+
+    @property
+    def error(self) -> float:
+        """By how much the prediction is off, as a part of what was measured."""
+        if not self.measured:
+            return 0.0 if not self.predicted else float("inf")
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Confrontation:
+    """Predicted against measured. `computed` has a row of lines for each device, `collectives` one for each way.
+
+    `noise` is how far measured steps are apart, as a part of the median: no error below it means anything.
+    """
+
+    step: Line
+    noise: float
+    devices: tuple[str, ...]
+    busy: tuple[Line, ...]  # of each device: all that it computes
+    computed: tuple[tuple[Line, ...], ...]
+    collectives: tuple[Line, ...]
+    memory: tuple[Line, ...]
+
+    @cached_property
+    def worst(self) -> tuple[str, Line]:
+        """The line that is off by most seconds, and whose it is."""
+        lines = [(device, line) for device, row in zip(self.devices, self.computed, strict=True) for line in row]
+        lines = [pair for pair in lines if pair[1].what != DRAG]
+        lines += [("network", line) for line in self.collectives]
+        return max(lines, key=lambda pair: abs(pair[1].predicted - pair[1].measured))
+
+    @property
+    def classes(self) -> tuple[Line, ...]:
+        """The lines of all devices together, the longest first."""
+        totals: dict[str, list[Line]] = {}
+        for row in self.computed:
+            for line in row:
+                totals.setdefault(line.what, []).append(line)
+        found = [
+            Line(what, sum(x.predicted for x in lines), sum(x.measured for x in lines), max(x.times for x in lines))
+            for what, lines in totals.items()
+        ]
+        return tuple(sorted(found, key=lambda line: -max(line.measured, line.predicted)))
+
+
+def confront(run: Run) -> Confrontation:
+    plan = run.plan
+    costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
+    schedule = plan.laid_out(costs)
+    bare = Costs(plan.graph, _without_overhead(plan.on), optimizer_named(plan.optimizer))
+    ops = plan.laid_out(bare)
+    step = timeline.run(schedule, costs.network, Scale(plan.on, plan.shares))
+    classes = {node.name: op_class(node.op) for node in plan.graph.nodes}
+    computed = tuple(
+        tuple(_device_lines(_Predicted(schedule, ops, step), plan, number, device, classes))
+        for number, device in enumerate(run.devices)
+    )
+    busy = tuple(
+        Line(device.device, sum(line.predicted for line in row), sum(line.measured for line in row))
+        for device, row in zip(run.devices, computed, strict=True)
+    )
+    memory = tuple(
+        Line(device.device, float(predicted), float(device.peak_bytes))
+        for device, predicted in zip(run.devices, plan.memory_bytes, strict=True)
+        if device.peak_bytes
+    )
+    return Confrontation(
+        Line("step", plan.step_s, run.step_s),
+        run.spread,
+        tuple(device.device for device in run.devices),
+        busy,
+        computed,
+        tuple(_collective_lines(run, costs)),
+        memory,
+    )
+
+
+def op_class(op: str) -> str:
+    """
+    >>> op_class("aten.linear.default")
+    'linear'
+    """
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 else op
+
+
+# What devices compute
+
+
+@dataclass(frozen=True, slots=True)
+class _Predicted:
+    """The step as it was priced, the same without what lies around ops, and how it runs."""
+
+    schedule: Schedule
+    ops: Schedule
+    step: timeline.Timeline
+
+
+def _without_overhead(cluster: Cluster) -> Cluster:
+    return replace(cluster, kinds=tuple(replace(kind, overhead_s=0.0) for kind in cluster.kinds))
+
+
+def _computes(schedule: Schedule) -> list[Compute]:
+    return [item for item in (*schedule.forward, *schedule.backward) if isinstance(item, Compute)]
+
+
+def _device_lines(
+    told: _Predicted, plan: Plan, number: int, device: DeviceRun, classes: dict[str, str]
+) -> Iterator[Line]:
+    kind = next(k for k, (start, stop) in enumerate(plan.on.spans) if start <= number < stop)
+    predicted: dict[str, float] = {}
+    times: dict[str, int] = {}
+    schedule = told.schedule
+
+    def seconds(item: Compute) -> float:
+        return item.seconds[kind].at(fraction_of(plan, item.cut, number))
+
+    for item in _computes(told.ops):
+        what = classes[item.node]
+        predicted[what] = predicted.get(what, 0.0) + seconds(item)
+        times[what] = times.get(what, 0) + 1
+    all_s, ops_s = sum(map(seconds, _computes(schedule))), sum(predicted.values())
+    predicted[BETWEEN] = min(plan.on.kinds[kind].overhead_s * len(_computes(schedule)), all_s - ops_s)
+    predicted[CONVERSIONS] = all_s - ops_s - predicted[BETWEEN]
+    # Of the largest device of its kind, as the simulation has it.
+    largest_s = sum(item.seconds[kind].at(f) for item, f in _largest(schedule, plan, kind))
+    if (drag := told.step.lanes[kind].compute_s - largest_s) > 1e-9:
+        predicted[DRAG] = drag
+    predicted[OPTIMIZER] = sum(
+        item.seconds[kind].at(fraction_of(plan, item.cut, number)) for item in schedule.optimizer
+    )
+    measured = measured_classes(device, classes)
+    for what in {**predicted, **measured}:
+        yield Line(what, predicted.get(what, 0.0), measured.get(what, 0.0), times.get(what, 1))
+
+
+def _largest(schedule: Schedule, plan: Plan, kind: int) -> Iterator[tuple[Compute, float]]:
+    scale = Scale(plan.on, plan.shares)
+    return ((item, scale.fractions(item.cut)[kind]) for item in _computes(schedule))
+
+
+def fraction_of(plan: Plan, cut: Cut | None, number: int) -> float:
+    """What part of a cut one device has; all of what is not cut."""
+    if cut is None:
+        return 1.0
+    by, length = cut
+    return plan.shares.cut(length, by)[number] / max(length, 1)
+
+
+def measured_classes(device: DeviceRun, classes: dict[str, str]) -> dict[str, float]:
+    """Median seconds of a recorded step by class of op; what no span accounts for is in between."""
+    steps: list[dict[str, float]] = []
+    for step in device.recorded:
+        totals: dict[str, float] = {}
+        for span in step.spans:
+            if span.lane == COMPUTE:
+                what = classes.get(span.what.removeprefix("∂"), CONVERSIONS if span.what == BUCKETS else span.what)
+                totals[what] = totals.get(what, 0.0) + span.seconds
+        standing = sum(span.waited_s for span in step.spans if span.lane == NETWORK)
+        totals[BETWEEN] = max(step.seconds - sum(totals.values()) - standing, 0.0)
+        steps.append(totals)
+    names = dict.fromkeys(what for totals in steps for what in totals)
+    return {what: statistics.median(totals.get(what, 0.0) for totals in steps) for what in names}
+
+
+def median_by_node(device: DeviceRun) -> dict[str, float]:
+    """Median seconds of every computed span of a recorded step, by what it is called."""
+    found: dict[str, list[float]] = {}
+    for step in device.recorded:
+        totals: dict[str, float] = {}
+        for span in step.spans:
+            if span.lane == COMPUTE:
+                totals[span.what] = totals.get(span.what, 0.0) + span.seconds
+        for what, seconds in totals.items():
+            found.setdefault(what, []).append(seconds)
+    return {what: statistics.median(seconds) for what, seconds in found.items()}
+
+
+# What they send
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """One collective of a step: what it was, and how long it took, in the median of recorded steps."""
+
+    what: str
+    collective: str
+    way: str
+    bytes: int
+    largest: float
+    seconds: float
+
+
+def carried(run: Run) -> tuple[Carried, ...]:
+    """The collectives of a recorded step, in order, each by the device that had to wait least for the others."""
+    steps = zip(*(device.recorded for device in run.devices), strict=False)
+    takes = [_once(step) for step in steps]
+    if not takes or len({len(take) for take in takes}) != 1:
+        return ()
+    found = []
+    for same in zip(*takes, strict=True):
+        first = same[0][0]
+        seconds = statistics.median(taken for _, taken in same)
+        found.append(Carried(first.what, first.collective, first.way, first.bytes, first.largest, seconds))
+    return tuple(found)
+
+
+def _once(step: Sequence[StepRun]) -> list[tuple[Span, float]]:
+    rows = [[span for span in one.spans if span.lane == NETWORK] for one in step]
+    taken = [own_seconds(row) for row in rows]
+    together = zip(*rows, strict=False)
+    return [(of_all(same), min(row[k] for row in taken)) for k, same in enumerate(together)]
+
+
+def of_all(same: Sequence[Span]) -> Span:
+    """One collective as all devices saw it. In an all_to_all each knows its own part only."""
+    first = same[0]
+    if first.collective != "all_to_all":
+        return first
+    mean = statistics.fmean(span.bytes for span in same)
+    most = max(span.bytes for span in same)
+    return replace(first, bytes=round(mean), largest=most / mean if mean else 1.0)
+
+
+def own_seconds(spans: Sequence[Span]) -> list[float]:
+    """What each took by itself: one that was started while another was under way had to wait for that."""
+    found, free = [], 0.0
+    for span in spans:
+        found.append(max(span.end_s - max(span.start_s, free), 0.0))
+        free = max(free, span.end_s)
+    return found
+
+
+def _collective_lines(run: Run, costs: Costs) -> Iterator[Line]:
+    if run.plan.on.devices == 1:
+        return
+    totals: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for one in carried(run):
+        if one.collective in COLLECTIVES:
+            ways = costs.network.ways(one.collective)
+            way = next((way for way in ways if way.implementation == one.way), ways[0])
+            pair = (way.seconds(one.bytes, one.largest), one.seconds)
+            totals.setdefault((one.collective, one.way), []).append(pair)
+    for (collective, name), pairs in totals.items():
+        predicted, measured = (sum(column) for column in zip(*pairs, strict=True))
+        yield Line(f"{collective}, {name}", predicted, measured, len(pairs))

@@ -1,0 +1,1 @@
+"""A PyTorch model and a batch → `Graph`."""

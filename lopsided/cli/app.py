@@ -1,0 +1,475 @@
+"""The command line: with `cli_plan` (about plans), `cli_run` (about runs) and `cli_demo`, the only place that prints.
+
+`main` turns every `LopsidedError` into a short message and an exit status: 2 for what the user gave, 1 for a check that
+failed, 130 when interrupted. `-v` shows the traceback as well.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.markup import escape
+from rich.table import Table
+from torch.nn.parameter import is_lazy
+
+from lopsided.capturing.capture_graph import capture
+from lopsided.cli import demo_command as cli_demo
+from lopsided.cli import plan_commands as cli_plan
+from lopsided.cli import profile_commands as cli_profile
+from lopsided.cli import report_commands as cli_report
+from lopsided.cli import run_commands as cli_run
+from lopsided.cli import train_commands as cli_train
+from lopsided.cli.terminal import (
+    BROKEN_PIPE,
+    AsJson,
+    Batch,
+    Model,
+    Verbose,
+    err,
+    is_verbose,
+    load_shapes,
+    out,
+    print_json,
+    progress_bar,
+    spell_out,
+    stop_writing,
+)
+from lopsided.errors import InputError, LopsidedError, ModelError, NotationError, SharesError
+from lopsided.ir.dtypes import TOLERANCE
+from lopsided.ir.graph import Graph
+from lopsided.ir.notation import parse_line
+from lopsided.ir.placement import check_shares
+from lopsided.ir.rule_book import RuleBook
+from lopsided.models.by_name import load
+from lopsided.ops import TABLE, describe
+from lopsided.ops.derive import derive_rules, describe_call
+from lopsided.ops.op import Op
+from lopsided.ops.samples import known_reason, sampled_ops, samples_of
+from lopsided.ops.validator import Finding, as_call, validate
+from lopsided.verification.verifier import Verification, suspects, verify
+
+app = typer.Typer(
+    name="lopsided",
+    help="Distribute an ordinary PyTorch model over devices that are not alike: capture it, derive the ways to cut it, "
+    "prove on imaginary devices that each computes what one device does, and plan the fastest for yours.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+app.command("plan")(cli_plan.plan_command)
+app.command("show")(cli_plan.show_command)
+app.command("diff")(cli_plan.diff_command)
+app.command("clusters")(cli_plan.clusters_command)
+app.command("profile")(cli_profile.profile_command)
+app.command("report")(cli_report.report_command)
+app.command("trace")(cli_report.trace_command)
+app.command("run", cls=cli_run.RunCommand)(cli_run.run_command)
+app.command("convert")(cli_run.convert_command)
+app.command("train")(cli_train.train_command)
+app.command("confront")(cli_train.confront_command)
+app.command("demo")(cli_demo.demo_command)
+
+
+def main() -> NoReturn:
+    """Run the command line; errors become messages."""
+    try:
+        spell_out()
+        app(standalone_mode=True)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):
+            sys.exit(BROKEN_PIPE)
+        if end.code == _INTERRUPTED:  # caught by typer, which says nothing
+            _say_interrupted()
+        raise
+    except KeyboardInterrupt:
+        _say_interrupted()
+        sys.exit(_INTERRUPTED)
+    except LopsidedError as error:
+        if is_verbose():
+            err.print_exception()
+        if "--json" in sys.argv:
+            told = {"error": type(error).__name__, "what": error.what, "where": error.where, "do": error.do}
+            print_json(json.dumps(told))
+        err.print(f"[bold]{type(error).__name__}[/bold]: {escape(str(error))}")
+        sys.exit(2 if isinstance(error, InputError) else 1)
+    except Exception as error:
+        # Not one of ours: a mistake of this program, or of a model in a place we did not expect.
+        stop_writing()
+        if is_verbose():
+            err.print_exception()
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            err.print(escape(f"the output cannot be written: {error.strerror}"))
+            err.print("  do      make room, or write somewhere else")
+            sys.exit(1)
+        err.print(escape(f"{type(error).__name__}: {error}"))
+        err.print("  do      run it again with -v for the traceback; if the fault is not in the model, report it")
+        sys.exit(1)
+    sys.exit(0)
+
+
+_INTERRUPTED = 130
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _say_interrupted() -> None:
+    err.print("interrupted")
+
+
+# capture
+
+
+@app.command("capture")
+def capture_command(
+    model: Model,
+    batch: Batch = None,
+    rules: Annotated[bool, typer.Option("--rules", help="Also print the rules of every node.")] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Capture a model as one graph, and print it."""
+    module, data = load_shapes(model, batch)
+    started = time.perf_counter()
+    graph = capture(module, data)
+    captured_s = time.perf_counter() - started
+    book = derive_rules(graph)
+    facts = _graph_facts(graph, book) | {
+        "capture_s": captured_s,
+        "rules_s": time.perf_counter() - started - captured_s,
+    }
+    if as_json:
+        out.print_json(json.dumps({"model": model, **facts, "graph": graph.text()}))
+        return
+    out.print(escape(_with_rules(graph, book) if rules else graph.text(sources=True)))
+    words = ", ".join(f"{facts[key]:,} {key}" for key in ("nodes", "parameters", "rules"))
+    out.print(f"{words}; fingerprint {graph.fingerprint}; captured in {captured_s:.2f} s")
+    _say_experiments(book)
+
+
+def _graph_facts(graph: Graph, book: RuleBook) -> dict[str, Any]:
+    return {
+        "nodes": len(graph.nodes),
+        "parameters": sum(leaf.value.elements for leaf in graph.parameters),
+        "rules": sum(len(rules) for rules in book.rules.values()),
+        "fingerprint": graph.fingerprint,
+        "by_experiment": sorted({node.op for node in book.by_experiment}),
+        "only_whole": sorted({node.op for node in book.only_whole}),
+    }
+
+
+def _with_rules(graph: Graph, book: RuleBook) -> str:
+    lines = []
+    for node in graph.nodes:
+        lines.append(f"{', '.join(map(str, node.results))} = {node.op}  {node.source}")
+        lines += [f"    {rule}" for rule in book.rules[node.name]]
+    return "\n".join(lines)
+
+
+def _say_experiments(book: RuleBook) -> None:
+    for op in sorted({node.op for node in book.by_experiment}):
+        node = next(n for n in book.by_experiment if n.op == op)
+        rules = book.rules[node.name]
+        out.print(escape(f"{op} has no line in the table: {len(rules)} rules found by experiment  {node.source}"))
+
+
+# rules
+
+
+@app.command("rules")
+def rules_command(
+    op: Annotated[str, typer.Option(help="Only this op, for example linear or aten.linear.default.")] = "",
+    listing: Annotated[bool, typer.Option("--list", help="Only name the ops, with a line each.")] = False,
+    line: Annotated[str, typer.Option(help="Try this line for the op in place of the table's.")] = "",
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Validate the table of rules on real kernels: wrong rules, and valid rules it does not derive."""
+    ops = _ops_named(op)
+    if line:
+        _try_line(op, ops, line)
+    if listing:
+        for name in ops:
+            described = describe_call(as_call(samples_of(name)[0])[0])
+            out.print(escape(f"{name:<40} {described.text if described else ''}"))
+        return
+    torch.set_num_threads(1)  # thousands of tiny kernels: threads cost more than they bring
+    findings: list[Finding] = []
+    with progress_bar("validating", len(ops), quiet=as_json) as advance, _without_kernels_warnings():
+        for name in ops:
+            findings += [validate(example) for example in samples_of(name)]
+            advance()
+    wrong = sum(len(finding.wrong) for finding in findings)
+    if as_json:
+        out.print_json(json.dumps(_findings_json(findings)))
+    else:
+        _print_findings(findings, details=bool(op))
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _try_line(op: str, ops: list[str], line: str) -> None:
+    """For this run, the table has another line for the op."""
+    if not op:
+        raise NotationError("--line needs an op to try it on", where="--line", do="name it with --op")
+    parse_line(line)
+    for name in ops:
+        entry = describe(samples_of(name)[0].op)
+        TABLE[name] = Op(line) if entry is None else replace(entry, line=line, talks=None)
+    describe.cache_clear()
+
+
+def _ops_named(op: str) -> list[str]:
+    ops = sampled_ops()
+    if not op:
+        return ops
+    found = [name for name in ops if op in (name, name.split(".")[1], ".".join(name.split(".")[:2]))]
+    if not found:
+        close = difflib.get_close_matches(op, [name.split(".")[1] for name in ops], 3, 0.5)
+        hint = f"did you mean {', '.join(dict.fromkeys(close))}? " if close else ""
+        named = [name for name in TABLE if op in (name, name.split(".")[1])]
+        if named:
+            raise ModelError(
+                f"{named[0]} has a line but no sample", do="add one to its family in lopsided/ops/samples/"
+            )
+        raise ModelError(f"no op {op!r} in the table", do=f"{hint}`lopsided rules --list` names all {len(ops)}")
+    return found
+
+
+def _findings_json(findings: list[Finding]) -> dict[str, Any]:
+    return {
+        "ops": len({finding.sample.op for finding in findings}),
+        "samples": len(findings),
+        "rules": sum(len(finding.rules) for finding in findings),
+        "wrong": [
+            {"sample": str(f.sample), "line": f.line, "rule": str(rule), "error": _finite(error)}
+            for f in findings
+            for rule, error in f.wrong
+        ],
+        "missing": [
+            {"sample": str(f.sample), "line": f.line, "rule": str(rule), "reason": known_reason(f.sample.op)}
+            for f in findings
+            for rule in f.missing
+        ],
+        "findings": [
+            {
+                "op": f.sample.op,
+                "sample": str(f.sample),
+                "line": f.line,
+                "rules": [str(rule) for rule, _ in f.rules],
+            }
+            for f in findings
+        ],
+    }
+
+
+def _finite(error: float) -> float | str:
+    return error if math.isfinite(error) else "refused"
+
+
+def _print_findings(findings: list[Finding], *, details: bool) -> None:
+    if details:
+        for finding in findings:
+            out.print(escape(f"{finding.sample}\n  {finding.line}"))
+            for rule, error in finding.rules:
+                out.print(escape(f"    {rule!s:<44} {'refused' if math.isinf(error) else f'{error:.1e}'}"))
+    else:
+        table = Table("op", "line", "samples", "rules", "worst error", box=None, pad_edge=False)
+        for op in dict.fromkeys(finding.sample.op for finding in findings):
+            mine = [finding for finding in findings if finding.sample.op == op]
+            worst = max((error for finding in mine for _, error in finding.rules), default=0.0)
+            rules = sum(len(finding.rules) for finding in mine)
+            table.add_row(
+                op,
+                escape(mine[0].line),
+                str(len(mine)),
+                str(rules),
+                "refused" if math.isinf(worst) else f"{worst:.0e}",
+            )
+        out.print(table)
+    for finding in findings:
+        for rule, error in finding.wrong:
+            out.print(escape(f"WRONG    {finding.sample}  {finding.line}\n         {rule}  error {_finite(error)}"))
+        if finding.missing:
+            rules_held = "; ".join(map(str, finding.missing))
+            reason = known_reason(finding.sample.op) or "the line does not give this: should an index be lower case?"
+            out.print(escape(f"missing  {finding.sample}  {finding.line}\n         {rules_held}\n         {reason}"))
+    rules = sum(len(finding.rules) for finding in findings)
+    wrong = sum(len(finding.wrong) for finding in findings)
+    missing = sum(len(finding.missing) for finding in findings)
+    ops = len({finding.sample.op for finding in findings})
+    out.print(f"{ops} ops, {len(findings)} samples, {rules} rules: {wrong} wrong, {missing} valid but not derived")
+
+
+# verify
+
+_SHARES = "0.5,0.3,0.2"
+
+
+@app.command("verify")
+def verify_command(
+    model: Model,
+    shares: Annotated[
+        str | None,
+        typer.Option(help="What part each device does, in every second program.", show_default=_SHARES),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="In place of --shares: so many, all shares random.", min=1)
+    ] = None,
+    programs: Annotated[
+        int | None, typer.Option(help="How many random programs.", min=1, show_default="50, with --processes 10")
+    ] = None,
+    plan_file: Annotated[
+        str,
+        typer.Option("--plan", help="Compare this plan, a file of `lopsided plan -o`, in place of random programs."),
+    ] = "",
+    processes: Annotated[
+        bool, typer.Option("--processes", help="On local processes that talk, one a device: what training will run.")
+    ] = False,
+    batch: Batch = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run random programs, or a plan, on imaginary devices or real processes and compare with one device."""
+    if plan_file and (shares or devices or programs):
+        given = "--shares" if shares else "--devices" if devices else "--programs"
+        raise InputError("a plan has shares and a program of its own", where=given, do="leave it out, or --plan")
+    if shares and devices:
+        raise InputError("--shares already says how many devices", where="--devices", do="leave one of the two out")
+    fractions = None if devices else _parse_shares(shares or _SHARES)
+    if plan_file or processes:
+        cli_run.verify_runs(
+            model,
+            batch,
+            seed,
+            plan_file=plan_file,
+            shares=fractions,
+            devices=devices or len(fractions or ()),
+            programs=programs or 10,
+            processes=processes,
+            as_json=as_json,
+        )
+    torch.manual_seed(seed)
+    module, data = load(model, batch=batch)
+    _one_thread_if_small(module)
+    started = time.perf_counter()
+    with progress_bar("programs", programs or 50, quiet=as_json) as advance:
+        result = verify(
+            module,
+            data,
+            shares=fractions,
+            devices=devices or 0,
+            programs=programs or 50,
+            seed=seed,
+            progress=lambda done: advance(),
+        )
+    seconds = time.perf_counter() - started
+    if as_json:
+        out.print_json(json.dumps(_verification_json(model, result, seconds)))
+    else:
+        _print_verification(model, result, seconds)
+    raise typer.Exit(0 if result.passed else 1)
+
+
+def _one_thread_if_small(module: torch.nn.Module) -> None:
+    # Kernels of a small model are shorter than the waking of a thread.
+    if sum(0 if is_lazy(p) else p.numel() for p in module.parameters()) < 1_000_000:
+        torch.set_num_threads(1)
+
+
+def _parse_shares(text: str) -> tuple[float, ...]:
+    try:
+        return check_shares([float(part) for part in text.split(",")])
+    except ValueError:
+        raise SharesError(
+            f"{text!r} is not a list of numbers", where="--shares", do="write them like .5,.3,.2"
+        ) from None
+
+
+def _verification_json(model: str, result: Verification, seconds: float) -> dict[str, Any]:
+    worst = result.worst
+    return {
+        "model": model,
+        "passed": result.passed,
+        "programs": len(result.trials),
+        "worst_error": _finite(worst.error),
+        "worst_where": worst.where,
+        "capture_error": _finite(result.capture_error),
+        "capture_tolerance": result.capture_tolerance,
+        "tolerance": TOLERANCE,
+        "nodes": len(result.graph.nodes),
+        "placements": dict(result.placements),
+        "conversions": dict(result.conversions),
+        "rules": dict(result.rules),
+        "by_experiment": list(result.by_experiment),
+        "seconds": seconds,
+        "failed": [
+            {"program": str(t.program), "shares": t.shares, "error": _finite(t.error), "where": t.where}
+            for t in result.trials
+            if not t.error <= TOLERANCE
+        ],
+    }
+
+
+def _print_verification(model: str, result: Verification, seconds: float) -> None:
+    worst = result.worst
+    out.print(f"{model}: {len(result.graph.nodes)} nodes, {len(result.trials)} random programs in {seconds:.1f} s")
+    for what, counts in (
+        ("placements", result.placements),
+        ("conversions", result.conversions),
+        ("rules", result.rules),
+    ):
+        out.print(f"  {what:<12}{_counts(counts)}")
+    if result.by_experiment:
+        out.print(f"  no line     {', '.join(result.by_experiment)}: rules by experiment")
+    out.print(f"  capture     the graph against the model itself: {result.capture_error:.1e}")
+    out.print(f"  worst error {worst.error:.1e} in {worst.where}, shares {', '.join(f'{s:.2f}' for s in worst.shares)}")
+    if result.capture_tolerance > TOLERANCE:
+        out.print("              (the model does not run in float64, so that comparison is in its own dtype)")
+    if result.passed:
+        out.print(f"[green]same as one device[/green] (within {TOLERANCE:.0e}, float64)")
+        return
+    if not result.capture_error <= result.capture_tolerance:
+        out.print(
+            f"[red]not the same as one device[/red]: the captured graph is not the model "
+            f"({result.capture_error:.1e} > {result.capture_tolerance:.0e}). Does it depend on more than its inputs, "
+            "parameters and buffers: a Python counter, another random generator, a hook?"
+        )
+    if not worst.error <= TOLERANCE:
+        out.print(escape(f"\nthe worst program:\n{worst.program}"))
+        for op, rule, failing, others in suspects(result)[:3]:
+            out.print(escape(f"suspect  {op} by {rule}: in {failing} programs that differ, in {others} that do not"))
+        out.print("A rule is wrong: `lopsided rules --op NAME` tries those of one op. Please report it with the model.")
+        out.print(f"[red]not the same as one device[/red]: {worst.error:.1e} > {TOLERANCE:.0e}")
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return "  ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+
+
+@contextmanager
+def _without_kernels_warnings() -> Iterator[None]:
+    """Samples call deprecated ops, too; what kernels say about that goes to the file behind stderr, past Python."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)

@@ -1,0 +1,156 @@
+"""The command that measures: devices, links and what they cost each other. With `cli`, the only place that prints.
+
+In: arguments, and of torchrun the environment. Out: a cluster.toml, and text of at most 100 columns or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from lopsided.calibration.feedback import learnt
+from lopsided.calibration.run_record import load_run
+from lopsided.capturing.capture_graph import capture
+from lopsided.capturing.retype import in_dtype
+from lopsided.cli.terminal import AsJson, Batch, Verbose, load_shapes, out, print_json, progress_bar
+from lopsided.cluster.cluster import Cluster
+from lopsided.codec import FileKind, check_writable, write_text
+from lopsided.comm.world import begin
+from lopsided.errors import ClusterError, InputError
+from lopsided.ir.graph import DTYPES
+from lopsided.profiling.measure import Measurement
+from lopsided.profiling.profile import (
+    Wanted,
+    in_percent,
+    is_first,
+    is_one_of_many,
+    profile_here,
+    standard,
+    take_profile,
+)
+from lopsided.report.plan_text import plural
+from lopsided.report.profile_text import correction_lines, measurement_json, measurement_lines
+from lopsided.schedule.cost import optimizer_named
+
+_FULL_S, _QUICK_S = 60.0, 6.0
+_CLUSTER_FILE = FileKind(ClusterError, "cluster", "`lopsided profile -o cluster.toml` writes one")
+
+
+def profile_command(
+    model: Annotated[
+        str,
+        typer.Argument(help="Whose calls to measure, as in `lopsided plan`. Without one, a standard set."),
+    ] = "",
+    output: Annotated[str, typer.Option("-o", "--output", help="Write the cluster.toml here.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds, and less to be relied on.")] = False,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds to measure for, about.", show_default=f"{_FULL_S:g}")
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="Whose step to measure.", show_default="adamw; without a model, all")
+    ] = "",
+    dtype: Annotated[str | None, typer.Option(help="Measure the model in this dtype: bf16, f16, f32, f64.")] = None,
+    batch: Batch = None,
+    processes: Annotated[
+        int, typer.Option(min=0, help="Processes on this machine.", show_default="one for each GPU, or one")
+    ] = 0,
+    from_run: Annotated[
+        str, typer.Option(metavar="RUN.JSON", help="Do not measure: correct the cluster of a recorded run by it.")
+    ] = "",
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure devices and links, by torchrun on all machines or by itself on one, and write a cluster.toml."""
+    if output and is_first():
+        check_writable(output, _CLUSTER_FILE)
+    if from_run:
+        _feed_back(from_run, output, as_json)
+        return
+    budget_s = _checked_budget(budget, quick)
+    many = is_one_of_many()
+    if many and processes > 1:
+        raise InputError(
+            "torchrun has started the processes", where="--processes", do="leave it out, or start without torchrun"
+        )
+    if many:
+        begin()
+    first = is_first()
+    wanted = replace(_wanted(model, batch, dtype, optimizer), budget_s=budget_s)
+    with progress_bar("measuring", 100, quiet=as_json or not first) as advance:
+        progress = in_percent(advance)
+        found = take_profile(wanted, progress) if many else profile_here(wanted, processes, progress)
+    if first:
+        _tell(found, model, output, as_json)
+
+
+def _checked_budget(budget: float | None, quick: bool) -> float:
+    if budget is not None and quick:
+        raise InputError("--quick is a budget of its own", where="--budget", do="leave one of the two out")
+    if budget is not None and not 0 < budget < math.inf:
+        raise InputError(f"{budget:g} s are no time to measure in", where="--budget", do="give seconds, for example 20")
+    return _QUICK_S if quick else budget or _FULL_S
+
+
+def _wanted(model: str, batch: int | None, dtype: str | None, optimizer: str) -> Wanted:
+    if optimizer:
+        optimizer_named(optimizer)
+    floats = [name for name, kind in DTYPES.items() if kind.is_floating_point]
+    if dtype is not None and dtype not in floats:
+        raise InputError(
+            f"there is no floating dtype {dtype!r}", where="--dtype", do=f"choose from {', '.join(floats)}"
+        )
+    if not model:
+        wanted = standard(dtype, batch)
+        return replace(wanted, optimizers=(optimizer,)) if optimizer else wanted
+    graph = capture(*load_shapes(model, batch))
+    return Wanted((in_dtype(graph, dtype) if dtype else graph,), optimizers=(optimizer or "adamw",))
+
+
+def _tell(found: Measurement, model: str, output: str, as_json: bool) -> None:
+    cluster = _named(found.cluster, output)
+    if output:
+        write_text(output, cluster.text(), _CLUSTER_FILE)
+    if as_json:
+        told = {"model": model or None, "file": output or None} | measurement_json(replace(found, cluster=cluster))
+        print_json(json.dumps(told))
+        return
+    many, hosts = cluster.devices, cluster.nodes
+    who = f"{many} {plural('device', many)} on {hosts} {plural('host', hosts)}"
+    out.print(escape(f"{model or 'a standard set of calls'} on {who}, measured in {found.seconds:.1f} s\n"))
+    for line in measurement_lines(replace(found, cluster=cluster)):
+        out.print(escape(line))
+    if output:
+        out.print(escape(f"\nwritten to {output}"))
+
+
+def _named(cluster: Cluster, output: str) -> Cluster:
+    """Called as its file is, where that can be a name."""
+    stem = Path(output).stem if output else ""
+    return replace(cluster, name=stem) if stem and stem.isprintable() and len(stem) <= 100 else cluster
+
+
+def _feed_back(run_file: str, output: str, as_json: bool) -> None:
+    fed = learnt(load_run(run_file))
+    cluster = _named(fed.cluster, output)
+    if output:
+        write_text(output, cluster.text(), _CLUSTER_FILE)
+    if as_json:
+        corrections = [
+            {"kind": c.kind or None, "what": c.what, "predicted_s": c.was_s, "measured_s": c.is_s, "factor": c.factor}
+            for c in fed.corrections
+        ]
+        told = {"run": run_file, "file": output or None, "cluster": cluster.text(), "corrections": corrections}
+        print_json(json.dumps(told))
+        return
+    for line in correction_lines(fed):
+        out.print(escape(line))
+    if output:
+        out.print(escape(f"\nwritten to {output}"))
+        again = f"lopsided plan MODEL --cluster {output} --known {run_file}"
+        out.print(escape(f"`{again}` plans anew, never predicted slower than the plan of this run"))

@@ -1,0 +1,218 @@
+"""The commands about runs: start one, prove one, convert its checkpoint. With `cli`, the only place that prints.
+
+In: arguments. Out: text or JSON; of `run`, the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.markup import escape
+from typer.core import TyperCommand
+
+from lopsided.calibration.run_record import RUN_FILE
+from lopsided.capturing.capture_graph import capture
+from lopsided.cli.terminal import AsJson, Verbose, out, print_json, progress_bar
+from lopsided.codec import check_writable
+from lopsided.comm.worker_pool import Crew
+from lopsided.errors import InputError
+from lopsided.models.by_name import load
+from lopsided.planner.plan_file import load_plan
+from lopsided.report.listing import bytes_text
+from lopsided.runtime.agreement import PLAN_VARIABLE
+from lopsided.runtime.checkpoint.convert import convert
+from lopsided.runtime.launch import launch_words, start, torchrun_options
+from lopsided.runtime.recording import RECORD_VARIABLE
+from lopsided.verification.on_processes import (
+    Claim,
+    Job,
+    Subject,
+    check_memory,
+    imagine,
+    jobs_at_large,
+    jobs_of_plan,
+    planned,
+    prove,
+)
+from lopsided.verification.verifier import verify
+
+_PATIENCE_S = 3600.0
+_PASSED_ON = "torchrun"
+
+# run
+
+
+class RunCommand(TyperCommand):
+    """What stands before the script is for us or for torchrun; everything behind it is the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = [p for p in self.get_params(ctx) if p.opts[0].startswith("-")]
+        own = {name: not getattr(p, "is_flag", False) for p in options for name in p.opts}
+        theirs: dict[str, bool] = {}
+        mine: list[str] = []
+        passed: list[str] = []
+        named: list[str] = []
+        rest = list(args)
+        while rest and len(named) < 2:
+            word = rest.pop(0)
+            if not word.startswith("-") or word == "-":
+                named.append(word)
+                continue
+            name, equals, _ = word.partition("=")
+            if name not in own:
+                theirs = theirs or torchrun_options()
+                if name not in theirs:
+                    raise InputError(
+                        f"there is no option {name}",
+                        where="before the script",
+                        do="`lopsided run --help` and `torchrun --help` list them; those of the script stand behind it",
+                    )
+            into, takes = (mine, own[name]) if name in own else (passed, theirs[name])
+            into.append(word)
+            if takes and not equals and rest:
+                into.append(rest.pop(0))
+        ctx.meta[_PASSED_ON] = passed
+        return super().parse_args(ctx, [*mine, "--", *named, *rest])
+
+
+def run_command(
+    context: typer.Context,
+    plan: Annotated[str, typer.Argument(help="A file that `lopsided plan -o` wrote.")],
+    script: Annotated[str, typer.Argument(help="A script that calls lopsided.parallelize(model, batch).")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="args", help="Its arguments.")] = None,
+    node: Annotated[str, typer.Option(help="Which node of the plan this machine is, if there are several.")] = "",
+    master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: one of them.")] = "",
+    report: Annotated[
+        str, typer.Option(metavar="RUN.json", help="Record the first steps in this file; `lopsided confront` reads it.")
+    ] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the line for torchrun.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train: start a script by a plan, one process a device. Options of torchrun are passed on to it."""
+    words = launch_words(
+        load_plan(plan), script, arguments or (), node=node, master=master, options=context.meta[_PASSED_ON]
+    )
+    if report:
+        check_writable(report, RUN_FILE)
+        os.environ[RECORD_VARIABLE] = str(Path(report).resolve())
+    if dry_run:
+        path = shlex.quote(str(Path(plan).resolve()))
+        recorded = f"{RECORD_VARIABLE}={shlex.quote(os.environ[RECORD_VARIABLE])} " if report else ""
+        out.print(escape(f"{PLAN_VARIABLE}={path} {recorded}torchrun {shlex.join(words)}"))
+        return
+    start(plan, words)
+
+
+# verify
+
+
+def verify_runs(
+    model: str,
+    batch: int | None,
+    seed: int,
+    *,
+    plan_file: str,
+    shares: Sequence[float] | None,
+    devices: int,
+    programs: int,
+    processes: bool,
+    as_json: bool,
+) -> NoReturn:
+    """Compare a plan, or programs on processes, with one device; ends the command."""
+    started = time.perf_counter()
+    torch.manual_seed(seed)
+    module, data = load(model, batch=batch)
+    graph = capture(module, data)
+    subject = Subject(model, batch, seed, "")
+    if plan_file:
+        subject, plan = planned(subject, plan_file, graph)
+        devices = plan.on.devices
+    check_memory(graph, devices)
+    # Is it the model that the programs are compared with?
+    captured = verify(module, data, programs=0, seed=seed)
+    claims = [Claim("the captured graph", captured.capture_error, "", captured.capture_tolerance)]
+    if not processes:
+        claims.append(imagine(subject, plan))
+    else:
+        jobs = jobs_of_plan(subject, plan) if plan_file else jobs_at_large(subject, graph, shares, devices, programs)
+        claims += _on_processes(jobs, devices, quiet=as_json)
+    seconds = time.perf_counter() - started
+    passed = all(claim.holds for claim in claims)
+    if as_json:
+        print_json(json.dumps(_told(model, plan_file, devices, processes, claims, seconds)))
+    else:
+        who = f"{devices} {'' if processes else 'imaginary '}{'processes' if processes else 'devices'}"
+        out.print(escape(f"{model}{f' by {plan_file}' if plan_file else ''} on {who}, in {seconds:.1f} s"))
+        _print_claims(claims)
+    raise typer.Exit(0 if passed else 1)
+
+
+def _on_processes(jobs: Sequence[Job], processes: int, *, quiet: bool) -> list[Claim]:
+    with progress_bar("comparing", len(jobs), quiet=quiet) as advance, Crew(processes, timeout_s=_PATIENCE_S) as crew:
+        return prove(crew, jobs, advance)
+
+
+def _told(
+    model: str, plan_file: str, devices: int, processes: bool, claims: Sequence[Claim], seconds: float
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "plan": plan_file or None,
+        "devices": devices,
+        "processes": processes,
+        "passed": all(claim.holds for claim in claims),
+        "claims": [
+            {
+                "what": claim.what,
+                "error": claim.error if math.isfinite(claim.error) else None,
+                "tolerance": claim.tolerance,
+                "where": claim.where,
+                "holds": claim.holds,
+            }
+            for claim in claims
+        ],
+        "seconds": seconds,
+    }
+
+
+def _print_claims(claims: Sequence[Claim]) -> None:
+    rows = [("what", "worst error", "within", "where")]
+    rows += [(claim.what, f"{claim.error:.1e}", f"{claim.tolerance:.0e}", claim.where) for claim in claims]
+    verdicts = ["verdict", *("[green]same[/green]" if claim.holds else "[red]NOT the same[/red]" for claim in claims)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row, verdict in zip(rows, verdicts, strict=True):
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        out.print(f"{escape(cells)}  {verdict}")
+    if any("float16" in claim.what for claim in claims):
+        out.print("In half precision sums in another order round to other numbers: its losses are compared loosely.")
+    if all(claim.holds for claim in claims):
+        out.print("[green]same as one device[/green]")
+    else:
+        out.print("[red]not the same as one device[/red]: please report it with the model and the plan")
+
+
+# convert
+
+
+def convert_command(
+    checkpoint: Annotated[str, typer.Argument(help="The folder of a checkpoint, or of a run's: then its latest.")],
+    output: Annotated[str, typer.Option("-o", "--output", help="The file: .safetensors, or .pt as torch.save writes.")],
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write the model of a checkpoint as one plain file with the keys of its state dict."""
+    written = convert(checkpoint, output)
+    size = written.stat().st_size
+    if as_json:
+        print_json(json.dumps({"checkpoint": checkpoint, "file": str(written), "bytes": size}))
+    else:
+        out.print(escape(f"written to {written}, {bytes_text(size)}"))

@@ -1,0 +1,272 @@
+"""Devices that are alike, and links: the plain facts of a cluster, checked when made, printed as TOML.
+
+In: numbers and names. Out: `Measured`, `Kind`, `Link`. The one idea: whoever makes one (a file's reader, a profiler,
+a test) gets the same refusals, so nothing after this has to look again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lopsided.errors import ClusterError, shown
+
+MOST_DEVICES = 65_536
+SPEED_DTYPES = ("f64", "f32", "bf16", "f16")
+
+_MOST_FLOPS_PER_S, _MOST_BYTES_PER_S = 1e24, 1e18
+
+Points = tuple[tuple[float, float], ...]
+
+
+# Checks. Bounds are wide enough for every machine, and narrow enough that no product of them overflows.
+
+
+def check_between(number: float, low: float, high: float, what: str, where: str) -> None:
+    if not low <= number <= high:  # not so for nan either
+        raise ClusterError(
+            f"{what} is {shown(number)}", where=where, do=f"give a number between {low:,g} and {high:,g}"
+        )
+
+
+def check_name(name: str, what: str, where: str) -> None:
+    # A slash separates node and device in a device's name, and names are printed on terminals.
+    if not 0 < len(name) <= 100 or not name.isprintable() or "/" in name or name != name.strip():
+        raise ClusterError(
+            f"{shown(name)} cannot be the name of a {what}",
+            where=where,
+            do="use up to 100 printable characters, no slash, no space at the ends",
+        )
+
+
+def check_words(words: str, what: str, where: str) -> None:
+    if len(words) > 10_000 or not words.replace("\n", "").isprintable():
+        raise ClusterError(
+            f"the {what} has characters that cannot be printed, or more than 10,000",
+            where=where,
+            do="write it in plain text",
+        )
+
+
+# Types
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of one call, whole batch and whole weights at fraction 1, at several fractions: (fraction, seconds)."""
+
+    call: str
+    forward: Points
+    backward: Points = ()
+
+    def __post_init__(self) -> None:
+        where = f"measured call {shown(self.call)}"
+        check_words(self.call, "call", where)
+        if not self.call or not self.forward:
+            raise ClusterError(
+                "a measurement needs a call and a time",
+                where=where,
+                do="give call, and forward = [[1.0, seconds], ...]",
+            )
+        for points in (self.forward, self.backward):
+            for fraction, seconds in points:
+                check_between(fraction, 0, 1, "a fraction", where)
+                check_between(seconds, 0, 1e6, "a time in seconds", where)
+            if len({fraction for fraction, _ in points}) < len(points):
+                raise ClusterError("a fraction was measured twice", where=where, do="keep one time per fraction")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Devices that are alike, in nodes that are alike: `count` in each of `nodes` nodes."""
+
+    name: str
+    node: str
+    nodes: int
+    count: int
+    flops_per_s: tuple[tuple[str, float], ...]
+    bytes_per_s: float
+    memory_bytes: int
+    launch_s: float
+    source: str = ""
+    measured: tuple[Measured, ...] = ()
+    drag: float = 0.0  # what part of its computing stands still while something is sent behind it
+    overhead_s: float = 0.0  # what its process takes around every op and conversion, forward or backward
+    crowding: float = 1.0  # how many times as long its calls take with all of its node at work as with it alone
+
+    def __post_init__(self) -> None:
+        where = f"kind {shown(self.name)}"
+        check_name(self.name, "kind of device", where)
+        check_name(self.node, "node", where)
+        check_words(self.source, "source", where)
+        check_between(self.nodes, 1, MOST_DEVICES, "nodes", where)
+        check_between(self.count, 1, MOST_DEVICES, "count", where)
+        dtypes = [dtype for dtype, _ in self.flops_per_s]
+        if not dtypes or not {*dtypes} <= {*SPEED_DTYPES} or len({*dtypes}) < len(dtypes):
+            raise ClusterError(
+                f"flops_per_s is given for {', '.join(map(shown, dtypes)) or 'no dtype'}",
+                where=where,
+                do=f"give it once for one or more of {', '.join(SPEED_DTYPES)}",
+            )
+        for dtype, flops in self.flops_per_s:
+            check_between(flops, 1, _MOST_FLOPS_PER_S, f"flops_per_s of {dtype}", where)
+        check_between(self.bytes_per_s, 1, _MOST_BYTES_PER_S, "bytes_per_s", where)
+        check_between(self.memory_bytes, 1, 2**60, "memory", where)
+        check_between(self.launch_s, 0, 3600, "launch_s", where)
+        check_between(self.drag, 0, 1, "drag", where)
+        check_between(self.overhead_s, 0, 3600, "overhead_s", where)
+        check_between(self.crowding, 1, 100, "crowding", where)
+        if len({m.call for m in self.measured}) < len(self.measured):
+            raise ClusterError(
+                "a call was measured twice", where=where, do="put its points into one [[devices.measured]]"
+            )
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.count
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s on values of this dtype, listed or not.
+
+        f16 is as fast as bf16, where only that is listed (never the other way round: V100 and 2080 Ti know only f16);
+        f64 is half as fast as f32; all else goes as f32 goes, and f32, if not listed, as the slowest that is.
+        """
+        listed = dict(self.flops_per_s)
+        if dtype in listed:
+            return listed[dtype]
+        if dtype == "f16" and "bf16" in listed:
+            return listed["bf16"]
+        if dtype in ("f64", "c128"):
+            return listed["f64"] if "f64" in listed else self.flops("f32") / 2
+        return listed["f32"] if "f32" in listed else min(listed.values())
+
+    @property
+    def speed(self) -> float:
+        """One number to compare devices by: f32, or the best listed."""
+        listed = dict(self.flops_per_s)
+        return listed["f32"] if "f32" in listed else max(listed.values())
+
+    @property
+    def likeness(self) -> str:
+        """What a device can do, whatever it is called and wherever it sits: equal for devices that are alike."""
+        speeds = sorted((dtype, float(flops)) for dtype, flops in self.flops_per_s)
+        tables = sorted((m.call, _plain(m.forward), _plain(m.backward)) for m in self.measured)
+        facts = [speeds, float(self.bytes_per_s), int(self.memory_bytes), float(self.launch_s), tables]
+        beside = [float(self.drag), float(self.overhead_s)]
+        if self.crowding != 1:
+            return json.dumps([*facts, beside, float(self.crowding)])
+        # Devices that nobody measured are as they always were: plans for them keep their fingerprints.
+        return json.dumps([*facts, beside] if any(beside) else facts)
+
+    def with_fewer(self, was: int, now: int) -> Kind:
+        """The same devices when `now` of the `was` devices of their node work: faster, if they crowd each other."""
+        if self.crowding == 1 or was == now:
+            return self
+        left = 1 + (self.crowding - 1) * (now - 1) / (was - 1)
+        return replace(self.taking(left / self.crowding), crowding=left)
+
+    def taking(self, times: float) -> Kind:
+        """The same devices if all they compute takes so many times as long."""
+        return replace(
+            self,
+            flops_per_s=tuple((dtype, min(flops / times, _MOST_FLOPS_PER_S)) for dtype, flops in self.flops_per_s),
+            bytes_per_s=min(self.bytes_per_s / times, _MOST_BYTES_PER_S),
+            launch_s=self.launch_s * times,
+            overhead_s=self.overhead_s * times,
+            measured=tuple(
+                replace(entry, forward=_in_times(entry.forward, times), backward=_in_times(entry.backward, times))
+                for entry in self.measured
+            ),
+        )
+
+    def is_same_alone(self, other: Kind) -> bool:
+        """Whether devices may be the same, however many others worked beside them when they were described."""
+        if self.crowding == other.crowding:
+            return self.likeness == other.likeness
+        mine, theirs = (_numbers_alone(kind) for kind in (self, other))
+        return len(mine) == len(theirs) and all(
+            one == two if isinstance(one, str) or isinstance(two, str) else math.isclose(one, two, rel_tol=1e-9)
+            for one, two in zip(mine, theirs, strict=True)
+        )
+
+
+def _in_times(points: Points, times: float) -> Points:
+    return tuple((fraction, seconds * times) for fraction, seconds in points)
+
+
+def _numbers_alone(kind: Kind) -> list[float | str]:
+    """What a likeness is of, but as if no other device of the node worked, in a fixed order."""
+    alone = kind.with_fewer(2, 1)
+    found: list[float | str] = [alone.bytes_per_s, alone.memory_bytes, alone.launch_s, alone.drag, alone.overhead_s]
+    for dtype, flops in sorted(alone.flops_per_s):
+        found += [dtype, flops]
+    for entry in sorted(alone.measured, key=lambda entry: entry.call):
+        for points in (entry.forward, entry.backward):
+            found += [entry.call, *(number for point in sorted(points) for number in point)]
+    return found
+
+
+def _plain(points: Points) -> list[list[float]]:
+    return sorted([float(fraction), float(seconds)] for fraction, seconds in points)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How fast bytes go. Of a measured collective, `skew` is the part of its seconds a byte that grows with the largest
+    piece, where that was measured.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    skew: float | None = None
+
+    def __post_init__(self) -> None:
+        check_between(self.skew or 0.0, 0, 1, "skew", "a link")
+        check_between(self.latency_s, 0, 3600, "latency_s", "a link")
+        check_between(self.bytes_per_s, 1, _MOST_BYTES_PER_S, "bytes_per_s", "a link")
+
+
+# Printing
+
+
+def quoted(text: str) -> str:
+    # JSON's escapes are TOML's; only the delete character has to be escaped in TOML alone.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def link_items(link: Link) -> list[str]:
+    items = [f"latency_s = {float(link.latency_s)!r}", f"bytes_per_s = {float(link.bytes_per_s)!r}"]
+    return items if link.skew is None else [*items, f"skew = {float(link.skew)!r}"]
+
+
+def kind_lines(kind: Kind) -> Iterator[str]:
+    yield "[[devices]]"
+    yield f"name = {quoted(kind.name)}"
+    yield f"node = {quoted(kind.node)}"
+    yield f"nodes = {kind.nodes}"
+    yield f"count = {kind.count}"
+    yield f"flops_per_s = {{ {', '.join(f'{dtype} = {float(flops)!r}' for dtype, flops in kind.flops_per_s)} }}"
+    yield f"bytes_per_s = {float(kind.bytes_per_s)!r}"
+    gib, rest = divmod(kind.memory_bytes, 2**30)
+    yield f'memory = "{gib} GiB"' if not rest else f"memory = {kind.memory_bytes}"
+    yield f"launch_s = {float(kind.launch_s)!r}"
+    if kind.drag:
+        yield f"drag = {float(kind.drag)!r}"
+    if kind.overhead_s:
+        yield f"overhead_s = {float(kind.overhead_s)!r}"
+    if kind.crowding != 1:
+        yield f"crowding = {float(kind.crowding)!r}"
+    if kind.source:
+        yield f"source = {quoted(kind.source)}"
+    for measured in kind.measured:
+        yield "[[devices.measured]]"
+        yield f"call = {quoted(measured.call)}"
+        yield f"forward = {_points_text(measured.forward)}"
+        if measured.backward:
+            yield f"backward = {_points_text(measured.backward)}"
+
+
+def _points_text(points: Points) -> str:
+    return "[" + ", ".join(f"[{float(fraction)!r}, {float(seconds)!r}]" for fraction, seconds in points) + "]"

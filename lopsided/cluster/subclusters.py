@@ -1,0 +1,87 @@
+"""Parts of a cluster that may be faster than all of it.
+
+In: a `Cluster`. Out: smaller ones. A slow device may cost more than it brings, and so may one with little memory or
+one behind a slow link.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lopsided.cluster.cluster import Cluster
+
+_FEW_KINDS = 3  # of devices: all their subsets are tried
+
+
+def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
+    """The cluster, and what may be faster than all of it: some of its kinds, half of the fastest, a node of several."""
+    seen = set()
+
+    def new(part: Cluster) -> bool:
+        known = part.fingerprint in seen
+        seen.add(part.fingerprint)
+        return not known
+
+    if new(cluster):
+        yield cluster
+    order = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].flops(dtype), k))
+    by_memory = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].memory_bytes, k))
+    for kinds in _subsets(order, by_memory):
+        if new(part := cluster.only(kinds)) and part.devices > 1:
+            yield part
+    fastest = cluster.only(order[:1])
+    while fastest.nodes > 1:
+        fastest = _fewer_nodes(fastest, fastest.nodes // 2)
+        if new(fastest) and fastest.devices > 1:
+            yield fastest
+    if cluster.nodes > 1:
+        for alike in cluster.alike_nodes():
+            # Nodes of one kind are among the halves of the fastest, or slower than those.
+            part = _only_node(cluster, alike[0])
+            if len(part.kinds) > 1 and new(part):
+                yield part
+
+
+def _subsets(order: Sequence[int], by_memory: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Of few kinds all subsets; of many the fastest, and those with most memory. Large ones first."""
+    if len(order) <= _FEW_KINDS:
+        for size in range(len(order) - 1, 0, -1):
+            yield from itertools.combinations(order, size)
+    else:
+        for count in range(len(order) - 1, 0, -1):
+            yield order[:count]
+            yield by_memory[:count]
+
+
+def _fewer_nodes(cluster: Cluster, nodes: int) -> Cluster:
+    """Of a cluster of one kind, the first so many nodes."""
+    while cluster.nodes > nodes:
+        cluster = cluster.without_node(cluster.node_names[-1])
+    return cluster
+
+
+def _only_node(cluster: Cluster, name: str) -> Cluster:
+    kinds = []
+    for kind in cluster.kinds:
+        names = [kind.node] if kind.nodes == 1 else [f"{kind.node}-{k}" for k in range(1, kind.nodes + 1)]
+        if name in names:
+            kinds.append(replace(kind, node=name, nodes=1))
+    return Cluster(
+        cluster.name,
+        cluster.about,
+        tuple(kinds),
+        cluster.within,
+        cluster.between,
+        stretch=cluster.stretch,
+        packing=cluster.packing,
+    )
+
+
+def single_devices(cluster: Cluster) -> Iterator[Cluster]:
+    """One device of each kind, by itself."""
+    for kind in cluster.kinds:
+        node = kind.node if kind.nodes == 1 else f"{kind.node}-1"
+        alone = replace(kind.with_fewer(cluster.beside(kind), 1), node=node, nodes=1, count=1)
+        yield Cluster(cluster.name, cluster.about, (alone,), cluster.within, cluster.between)

@@ -1,0 +1,470 @@
+"""No rank hangs in silence: every rank tells where it is, and who fails tells why.
+
+In: a `World` and the store through which its processes found each other. Out: `Watch`. A thread posts this rank's
+`Position` every second; the main thread only writes attributes. When a collective fails, `explain` reads the others'
+positions and names the rank that failed, died, left, or is elsewhere. A handshake at the start of a step finds ranks
+that do not do the same before they wait for each other.
+
+    posted            by whom                                     read by
+    at/RANK           its thread, every second                    explain; the rank before it, every second
+    failed            the first to know: an uncaught exception,   every thread, every second; explain
+                      or whoever finds that a rank is silent
+    seen, gone        counts of ranks that know it, that left     rank 0, whose process may hold the store and
+                                                                  stays a moment, so that all can read
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from lopsided.comm.world import World, odd_ones
+from lopsided.errors import LopsidedError, RankError, WorldError
+
+_log = logging.getLogger("lopsided")
+
+_MOST_S = 4.5  # that an explanation takes
+_BEATS = 3  # that are missed by a rank that is called silent
+_GRACE_S = 10.0  # for the main thread to notice by itself what the thread knows
+_STAY_S = 3.0  # that rank 0 stays for others to read
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is. Times are of its own clock."""
+
+    beat: int
+    now_s: float
+    step: int
+    waiting_for: str  # "" while in the training script
+    since_s: float
+    ended: str = ""
+
+    def text(self) -> str:
+        return json.dumps([self.beat, self.now_s, self.step, self.waiting_for, self.since_s, self.ended])
+
+    @staticmethod
+    def parse(text: str) -> Position:
+        beat, now_s, step, waiting_for, since_s, ended = json.loads(text)
+        return Position(int(beat), float(now_s), int(step), str(waiting_for), float(since_s), str(ended))
+
+    @property
+    def lasted_s(self) -> float:
+        return max(self.now_s - self.since_s, 0.0)
+
+    def __str__(self) -> str:
+        doing = f"waiting for {self.waiting_for}" if self.waiting_for else "in the training script"
+        return f"step {self.step}: {doing}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the run cannot go on: said once, by the first to know."""
+
+    culprit: int
+    reason: str
+
+    def text(self) -> str:
+        return json.dumps([self.culprit, self.reason])
+
+    @staticmethod
+    def parse(text: str) -> Failure:
+        culprit, reason = json.loads(text)
+        return Failure(int(culprit), str(reason))
+
+
+def blame(
+    mine: Position, others: Mapping[int, Position | None], silent: Mapping[int, float], names: Mapping[int, str]
+) -> tuple[str, str]:
+    """What keeps this rank waiting, and what to do: from where the others are and how long some have been silent."""
+    for rank, seconds in silent.items():
+        return (
+            f"{names[rank]} died or was stopped: silent for {seconds:.0f} s, last seen at {others[rank]}",
+            "look for the end of its output; a process that is killed was often out of memory",
+        )
+    for rank, there in others.items():
+        if there is not None and there.ended:
+            return (
+                f"{names[rank]} {there.ended} after step {there.step}, and this rank is at {mine}",
+                "give every rank as many batches, and the same steps",
+            )
+    for rank, there in others.items():
+        if there is None:
+            return f"{names[rank]} has not begun", "see what it does before its model is made parallel"
+        if there.waiting_for and (there.step, there.waiting_for) != (mine.step, mine.waiting_for):
+            return (
+                f"ranks do not run the same steps: {names[rank]} is at {there}, for {there.lasted_s:.0f} s, "
+                f"and this rank at {mine}",
+                "look for what one rank does and others do not: an `if rank == 0` around a step, an own evaluation",
+            )
+        if not there.waiting_for:
+            return (
+                f"{names[rank]} is at {there}, for {there.lasted_s:.0f} s, and this rank at {mine}",
+                "see what it does there; give timeout_s more, if it may take so long",
+            )
+    return f"all ranks are at {mine}: the network between them is broken or slow", "look at the network's state"
+
+
+def reason_of(error: BaseException, trace: TracebackType | None) -> str:
+    """An exception on one line, with the line of the user's script.
+
+    >>> reason_of(ValueError("too small"), None)
+    'ValueError: too small'
+    """
+    what = error.what if isinstance(error, LopsidedError) else str(error)
+    line = next((line.strip() for line in what.splitlines() if line.strip()), "")
+    said = f"{type(error).__name__}: {line[:300]}" if line else type(error).__name__
+    frames = traceback.extract_tb(trace)
+    library = str(Path(__file__).parents[1])
+    theirs = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith((library, "<"))]
+    place = (theirs or list(frames))[-1:]
+    return said + "".join(f" at {os.path.basename(frame.filename)}:{frame.lineno}" for frame in place)
+
+
+class Watch:
+    """Of one process. All ranks make one, with the same store; `side` is those that take part, for handshakes."""
+
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        timeout_s: float,
+        *,
+        side: dist.ProcessGroup | None = None,
+        every_s: float = 1.0,
+    ) -> None:
+        self.world, self.timeout_s, self.every_s, self._side = world, timeout_s, every_s, side
+        self._pid = os.getpid()
+        # Connections of their own: no question that goes unanswered may keep the main thread, or the heartbeat.
+        place = f"lopsided/watch/{next(_numbers)}"
+        self._beats, self._asks = (PrefixStore(place, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
+        self._step, self._doing = 0, ("", time.time())
+        self._beat = 0
+        self._failure: Failure | None = None
+        self._noticed_s = 0.0
+        self._first: Position | None = None  # of rank 0, with which the store may go
+        self._neighbour = (-1, -1, 0.0)  # its rank, its last beat, when that was heard
+        self._shake: tuple[dist.Work, Tensor, Tensor, dict[str, str]] | None = None
+        self._stopping = threading.Event()
+        self._post()
+        self._thread = threading.Thread(target=self._run, name="lopsided-watch", daemon=True)
+        self._thread.start()
+        _keep(self)
+
+    # What the main thread says: attribute writes only
+
+    def at_step(self, step: int) -> None:
+        self._step = step
+
+    def entering(self, what: str) -> None:
+        """This rank now waits for others, in `what`."""
+        self._doing = (what, time.time())
+
+    def left(self) -> None:
+        self._doing = ("", time.time())
+
+    @property
+    def position(self) -> Position:
+        what, since_s = self._doing
+        return Position(self._beat, time.time(), self._step, what, since_s)
+
+    # Why a collective failed
+
+    def explain(self, error: BaseException, what: str) -> RankError:
+        """What to raise for a collective that failed or timed out. Takes some seconds and never hangs."""
+        mine = self.position
+        mine = Position(mine.beat, mine.now_s, mine.step, what, mine.since_s)
+        said = _within(_MOST_S, lambda: self._find(mine))
+        reason, do = said if isinstance(said, tuple) else self._no_store(mine)
+        return RankError(reason, where=f"rank {self.world.rank}, {mine}", do=do, error=reason_of(error, None))
+
+    def _find(self, mine: Position) -> tuple[str, str]:
+        first = self._positions()
+        until = time.monotonic() + _BEATS * self.every_s
+        while True:
+            if failure := self._failure or self._posted_failure(self._asks):
+                self._failure = failure
+                return failure.reason, f"see the output of rank {failure.culprit}"
+            if time.monotonic() >= until:
+                break
+            time.sleep(self.every_s / 4)
+        second = self._positions()
+        silent: dict[int, float] = {}
+        for rank, there in second.items():
+            before = first[rank]
+            if there is not None and before is not None and not there.ended and there.beat == before.beat:
+                silent[rank] = max(time.time() - there.now_s, _BEATS * self.every_s)
+        reason, do = blame(mine, second, silent, {rank: self._name(rank) for rank in second})
+        if silent:
+            self._fail(Failure(next(iter(silent)), reason), self._asks)
+        return reason, do
+
+    def _no_store(self, mine: Position) -> tuple[str, str]:
+        if _torchrun_holds_the_store():
+            return "torchrun's process on the first node is gone, and with it the store of positions", "see its output"
+        if self._first is not None and self._first.ended:
+            return blame(mine, {0: self._first}, {}, {0: self._name(0)})
+        seen = f"; it was last seen at {self._first}" if self._first is not None else ""
+        return f"{self._name(0)} is gone, and with it the store of positions{seen}", "see the end of its output"
+
+    def _name(self, rank: int) -> str:
+        return str(self.world.told[rank]) if self.world.told else f"rank {rank}"
+
+    def _positions(self) -> dict[int, Position | None]:
+        """Of all other ranks; None for one that has not posted any."""
+        others = [rank for rank in range(self.world.size) if rank != self.world.rank]
+        return {rank: self._position_of(rank, self._asks) for rank in others}
+
+    @staticmethod
+    def _position_of(rank: int, store: Store) -> Position | None:
+        key = f"at/{rank}"
+        # Asked first: to get what is not there would wait for it.
+        return Position.parse(store.get(key).decode()) if store.check([key]) else None
+
+    @staticmethod
+    def _posted_failure(store: Store) -> Failure | None:
+        return Failure.parse(store.get("failed").decode()) if store.check(["failed"]) else None
+
+    def _fail(self, failure: Failure, store: Store) -> None:
+        """Post why the run cannot go on, unless somebody has."""
+        self._failure = Failure.parse(store.compare_set("failed", "", failure.text()).decode())
+
+    # Handshakes
+
+    def start_handshake(self, step: int, program: str, inputs: str, *, training: bool, sync: bool) -> None:
+        """Tell the others what this rank is about to do, and return at once. All that take part call it, step by step.
+
+        `program` and `inputs` are texts that must be equal on all ranks; the latter is shown when it is not.
+        """
+        self.finish_handshake()
+        self._step = step
+        if self._side is None or len(self.world.ranks) == 1:
+            return
+        row = torch.tensor([step, _number(program), _number(inputs), training, sync])
+        heard = torch.empty(len(self.world.ranks), len(row), dtype=torch.int64)
+        facts = {
+            "step": str(step),
+            "program": program[:100],
+            "inputs": inputs[:1000],
+            "mode": "training" if training else "evaluation",
+            "gradients": "synchronised" if sync else "kept (no_sync)",
+        }
+        try:
+            work = dist.all_gather(list(heard.unbind()), row, group=self._side, async_op=True)
+        except RuntimeError as error:
+            raise self.explain(error, "the handshake") from error
+        self._shake = (work, heard, row, facts)
+
+    def finish_handshake(self) -> None:
+        """Refuse to go on if a rank is about to do something else."""
+        if self._shake is None:
+            return
+        (work, heard, row, facts), self._shake = self._shake, None
+        self.entering("the handshake")
+        try:
+            work.wait()
+            if torch.equal(heard, row.expand_as(heard)):
+                return
+            told: list[dict[str, str]] = [facts] * len(self.world.ranks)
+            dist.all_gather_object(told, facts, group=self._side)
+        except RuntimeError as error:
+            raise self.explain(error, "the handshake") from error
+        finally:
+            self.left()
+        raise WorldError(
+            f"ranks do not do the same: {odd_ones(dict(zip(self.world.ranks, told, strict=True)))}",
+            where=f"rank {self.world.rank}, step {facts['step']}",
+            do="run the same steps on every rank, with batches of the same shapes",
+        )
+
+    # The thread
+
+    def _run(self) -> None:
+        misses = 0
+        while not self._stopping.wait(self.every_s):
+            if misses < 3:
+                try:
+                    self._post()
+                    self._look()
+                    misses = 0
+                except (RuntimeError, ValueError):
+                    misses += 1
+                    if misses == 3 and self._failure is None:
+                        self._failure, self._noticed_s = Failure(0, self._no_store(self.position)[0]), time.monotonic()
+            self._end_if_stuck()
+
+    def _post(self, ended: str = "") -> None:
+        here = self.position
+        self._beat += 1
+        there = Position(self._beat, here.now_s, here.step, here.waiting_for, here.since_s, ended)
+        self._beats.set(f"at/{self.world.rank}", there.text())
+
+    def _look(self) -> None:
+        """Has a rank failed? Is the next one alive? (Each looks after one, so that the store is asked little.)"""
+        if not _torchrun_holds_the_store():
+            self._first = self._position_of(0, self._beats)
+        failure = self._failure or self._posted_failure(self._beats)
+        if failure is not None:
+            if not self._noticed_s:
+                self._failure, self._noticed_s = failure, time.monotonic()
+                # Rank 0 waits for the others, not for itself.
+                self._beats.add("seen", int(self.world.rank > 0))
+            return
+        rank, beat, heard_s = self._neighbour
+        rank = rank if rank >= 0 else (self.world.rank + 1) % self.world.size
+        there = self._position_of(rank, self._beats) if rank != self.world.rank else None
+        if there is None:
+            return
+        if there.ended:
+            self._neighbour = ((rank + 1) % self.world.size, -1, 0.0)
+        elif there.beat != beat:
+            self._neighbour = (rank, there.beat, time.monotonic())
+        elif time.monotonic() - heard_s > self.timeout_s:
+            silent = {rank: time.monotonic() - heard_s}
+            reason, _ = blame(self.position, {rank: there}, silent, {rank: self._name(rank)})
+            self._fail(Failure(rank, reason), self._beats)
+
+    def _end_if_stuck(self) -> None:
+        """End the process, with the reason, if the main thread waits for a rank that will not come.
+
+        It is given time to find out by itself. A group of gloo's does; but a rank that failed may live on for a while
+        (in a debugger, in another thread of its), and a wait for a GPU cannot be called off at all.
+        """
+        what, since_s = self._doing
+        waited_s = time.time() - since_s if what else 0.0
+        failure, mine = self._failure, self.position
+        if failure is not None and failure.culprit != self.world.rank:
+            stuck = min(waited_s, time.monotonic() - self._noticed_s) > _GRACE_S
+        else:
+            stuck = waited_s > self.timeout_s + _GRACE_S
+        if not stuck or self._doing[1] != since_s:
+            return
+        error = TimeoutError(f"no end after {waited_s:.0f} s")
+        _log.critical("rank %d ends: %s", self.world.rank, self.explain(error, mine.waiting_for))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+    # The end
+
+    def stop(self) -> None:
+        """End the thread. The others are told that this rank no longer takes part."""
+        self._leave("stopped")
+
+    def _leave(self, how: str) -> None:
+        if self._stopping.is_set() or self._pid != os.getpid():
+            return
+        _live.remove(self)
+        self._stopping.set()
+        if threading.current_thread() is self._thread:  # which collects garbage, like any other
+            return
+        # A thread in the store when the interpreter goes would abort the process.
+        self._thread.join(_STAY_S)
+        if self._failure is None and not self._thread.is_alive():
+            _within(_STAY_S, lambda: self._say_goodbye(how))
+
+    def _say_goodbye(self, how: str) -> None:
+        self._post(how)
+        self._beats.add("gone", 1)
+
+    def _failed(self, error: BaseException, trace: TracebackType | None) -> None:
+        """An exception that ends this process: tell the others why."""
+        if self._pid != os.getpid():  # a data loader's worker
+            return
+        if isinstance(error, RankError):  # which names its culprit
+            failure = self._failure or Failure(self.world.rank, error.what)
+        else:
+            failure = Failure(self.world.rank, f"{self._name(self.world.rank)} failed: {reason_of(error, trace)}")
+        _within(_STAY_S, lambda: self._fail(failure, self._asks))
+
+    def _stay(self, count: str, others: int) -> None:
+        """With rank 0's process the store may go, so it stays until the others have read, or long enough."""
+        if self.world.rank == 0 and self._pid == os.getpid() and not _torchrun_holds_the_store():
+            until = time.monotonic() + _STAY_S
+
+            def all_did() -> bool:
+                return self._asks.add(count, 0) >= others
+
+            while time.monotonic() < until and _within(_STAY_S, all_did) is False:
+                time.sleep(self.every_s / 10)
+
+
+# Of the process: one hook for all watches
+
+_live: list[Watch] = []
+_hooked = False
+
+
+def _keep(watch: Watch) -> None:
+    global _hooked
+    _live.append(watch)
+    if not _hooked:
+        _hooked = True
+        atexit.register(_at_exit)
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            watches = list(_live)
+            for each in watches:
+                each._failed(error, trace)
+            before(kind, error, trace)
+            for each in watches:
+                each._stay("seen", each.world.size - 1)
+
+        sys.excepthook = hook
+
+
+def _at_exit() -> None:
+    for watch in list(_live):
+        failed = watch._failure is not None
+        watch._leave("finished")
+        if not failed:
+            watch._stay("gone", watch.world.size)
+
+
+def _torchrun_holds_the_store() -> bool:
+    """It keeps the store in its own process; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@lru_cache(maxsize=64)
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _within(seconds: float, ask: Callable[[], object]) -> object:
+    """What it answers; None if it fails or takes longer. The store may be gone, or not answer."""
+    answers: list[object] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except (RuntimeError, ValueError, OSError):
+            answers.append(None)
+
+    thread = threading.Thread(target=run, name="lopsided-ask", daemon=True)
+    try:
+        thread.start()
+        thread.join(seconds)
+    except RuntimeError:  # From Python 3.12 on no thread starts once the interpreter goes.
+        run()
+    return answers[0] if answers else None

@@ -1,0 +1,286 @@
+"""Who is who: the processes of a training run, matched to the devices of its plan.
+
+In: a `Plan`, and the environment that torchrun sets. Out: `World`; and the groups in which its processes talk.
+
+    begin       join the other processes (or be alone) and choose this process's device
+    share_plan  rank 0's plan, on every rank
+    meet        match processes to devices
+    check_same  refuse to go on where ranks disagree
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import distributed_c10d
+
+from lopsided.comm.rank_mapping import Told, find_seats
+from lopsided.errors import WorldError
+from lopsided.planner.plan_data import Plan
+
+TIMEOUT_S = 600.0
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes and the devices they are. `order` has of each of `ranks` which device of `plan.on` it is."""
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    order: tuple[int, ...]
+    device: torch.device
+    told: tuple[Told, ...] = ()  # what every rank told of itself
+
+    @property
+    def takes_part(self) -> bool:
+        return self.rank in self.ranks
+
+    @property
+    def place(self) -> int:
+        """The rank in the group of those that take part; -1 for a bystander."""
+        return self.ranks.index(self.rank) if self.takes_part else -1
+
+    @property
+    def backend(self) -> str:
+        """NCCL, where every process that takes part has a GPU of its own; gloo otherwise."""
+        return _backend_of([one for one in self.told if one.rank in self.ranks])
+
+    @property
+    def backend_of_all(self) -> str:
+        """The same, of all processes there are."""
+        return _backend_of(self.told)
+
+
+def _backend_of(told: Sequence[Told]) -> str:
+    # A chip's number is its own, whatever its host is called: two agents of torchrun may share one.
+    chips = {one.chip or f"{one.host} {one.device}" for one in told if one.is_gpu}
+    return "nccl" if told and len(chips) == len(told) and dist.is_nccl_available() else "gloo"
+
+
+# Joining
+
+
+def begin(device: torch.device | None = None, *, timeout_s: float = TIMEOUT_S) -> torch.device:
+    """Join the other processes, if that was not done, and choose this process's device.
+
+    The device is `device`, or what LOPSIDED_DEVICE says, or the GPU with this process's local rank, or the CPU.
+    """
+    device = device or _own_device()
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        # Collectives of Python objects over NCCL use the current device.
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return device
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return device
+    missing = [name for name in _NEEDED if not os.environ.get(name)]
+    if missing:
+        raise WorldError(
+            f"{', '.join(missing)} is not set",
+            where="environment of this process",
+            do="start the script with torchrun, or set all of " + ", ".join(_NEEDED),
+        )
+    # Both, where there may be both: which is used among the devices is known when all have told what they are.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except (RuntimeError, ValueError, OSError) as error:
+        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        raise WorldError(
+            f"rank {rank} could not join the other processes, {size} in all: {_first_line(error)}",
+            where=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            do="see that all were started, with the same address and port, and look for the first that failed",
+        ) from error
+    return device
+
+
+def _own_device() -> torch.device:
+    named = os.environ.get("LOPSIDED_DEVICE", "")
+    if named:
+        return _named_device(named)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local, gpus = _local_rank(), torch.cuda.device_count()
+    if local >= gpus:
+        raise WorldError(
+            f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} has local rank {local}, "
+            f"and there {'is' if gpus == 1 else 'are'} {gpus} GPU{'' if gpus == 1 else 's'}",
+            where="LOCAL_RANK",
+            do=f"start {gpus} on this host (torchrun --nproc-per-node {gpus}); LOPSIDED_DEVICE=cuda:0 or =cpu chooses "
+            "a device whatever the local rank is",
+        )
+    return torch.device("cuda", local)
+
+
+def _named_device(named: str) -> torch.device:
+    gpus = torch.cuda.device_count()
+    there = {f"cuda:{k}": torch.device("cuda", k) for k in range(gpus)} | {"cpu": torch.device("cpu")}
+    if named not in there:
+        raise WorldError(
+            f"there is no device {named!r} on {socket.gethostname()}, which has {gpus} GPUs",
+            where="LOPSIDED_DEVICE",
+            do=f"choose from {', '.join(there)}",
+        )
+    return there[named]
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+# Talking before there is a plan
+
+_spoken: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group, and one for CPU tensors
+
+
+def _group_to_talk() -> dist.ProcessGroup:
+    """All ranks, for CPU tensors. Where the user's own default group is NCCL alone, a second one beside it."""
+    global _spoken
+    default = dist.group.WORLD
+    if default is None:
+        raise WorldError("this process has not joined the others", where="torch.distributed", do="call begin() first")
+    if _spoken is None or _spoken[0] is not default:
+        has_gloo = "cpu:gloo" in dist.get_backend_config()
+        _spoken = (default, default if has_gloo else dist.new_group(backend="gloo"))
+    return _spoken[1]
+
+
+def share_plan(
+    plan_text: str | None, trouble: str = "", *, group: dist.ProcessGroup | None = None, source: int = 0
+) -> str:
+    """The text of rank `source`, on every rank of a group (of all, unless given). If it has `trouble` instead, every
+    rank refuses to go on and says so."""
+    group = group or _group_to_talk()
+    data = (trouble or plan_text or "").encode() if dist.get_rank() == source else b""
+    size = torch.tensor([-len(data) if trouble or not plan_text else len(data)])
+    dist.broadcast(size, source, group=group)
+    length = int(size.item())
+    # A copy: the bytes of a Python string cannot be written to. At least one, for there is no buffer of none.
+    buffer = torch.frombuffer(bytearray(data or bytes(abs(length) or 1)), dtype=torch.uint8)
+    dist.broadcast(buffer, source, group=group)
+    text = buffer[: abs(length)].numpy().tobytes().decode()
+    if length <= 0:
+        raise WorldError(
+            f"rank {source} has no plan{f': {text}' if text else ''}",
+            where=f"planning, on rank {source}",
+            do=f"see what rank {source} says",
+        )
+    return text
+
+
+def _tell(device: torch.device) -> tuple[Told, ...]:
+    """What every rank tells of itself."""
+    hardware, memory, chip = "cpu", 0, ""
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        hardware, memory, chip = torch.cuda.get_device_name(device), facts.total_memory, str(getattr(facts, "uuid", ""))
+    mine = Told(dist.get_rank(), socket.gethostname(), _local_rank(), str(device), hardware, memory, chip)
+    heard: list[tuple[str, Told]] = [("", mine)] * dist.get_world_size()
+    dist.all_gather_object(heard, (os.environ.get("GROUP_RANK", ""), mine), group=_group_to_talk())
+    # Two agents of torchrun on one machine are two nodes.
+    agents = Counter(host for _, host in {(agent, one.host) for agent, one in heard})
+    return tuple(
+        replace(one, host=f"{one.host}#{agent}") if agents[one.host] > 1 else one
+        for agent, one in sorted(heard, key=lambda pair: pair[1].rank)
+    )
+
+
+# With a plan
+
+
+def meet(plan: Plan, *, device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> World:
+    """Match the processes to the devices of the plan. All ranks call it, with the same plan."""
+    device = begin(device, timeout_s=timeout_s)
+    told = _tell(device)
+    seats = find_seats(told, plan.cluster, plan.on)
+    return World(dist.get_rank(), dist.get_world_size(), seats.ranks, seats.order, device, told)
+
+
+def check_same(world: World, facts: Mapping[str, str]) -> None:
+    """Refuse, on every rank, facts that are not the same on all. All ranks call it."""
+    mine = dict(facts)
+    heard: list[dict[str, str]] = [mine] * world.size
+    dist.all_gather_object(heard, mine, group=_group_to_talk())
+    if found := odd_ones(dict(enumerate(heard))):
+        raise WorldError(
+            f"ranks disagree: {found}",
+            where=f"rank {world.rank}",
+            do="start every rank with the same script, arguments, plan and versions",
+        )
+
+
+def odd_ones(heard: Mapping[int, Mapping[str, str]]) -> str:
+    """Which ranks say otherwise than most (of as many, than the first); "" if none does.
+
+    >>> odd_ones({0: {"step": "12"}, 1: {"step": "11"}, 2: {"step": "12"}})
+    'step is 11 on rank 1, 12 on ranks 0, 2'
+    """
+    found = []
+    for name in dict.fromkeys(name for one in heard.values() for name in one):
+        ranks: dict[str, list[int]] = {}
+        for rank, one in heard.items():
+            ranks.setdefault(one.get(name, "not given"), []).append(rank)
+        usual = max(ranks, key=lambda value: len(ranks[value]))
+        others = these(ranks[usual]) if len(ranks[usual]) <= 4 else "the others"
+        odd = [f"{value} on {these(who)}" for value, who in ranks.items() if value != usual]
+        found += [f"{name} is {', '.join(odd)}, {usual} on {others}"] if odd else []
+    return "; ".join(found)
+
+
+def these(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence.
+
+    >>> these([1]), these([1, 2])
+    ('rank 1', 'ranks 1, 2')
+    """
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+
+
+def group_of(world: World, timeout_s: float = TIMEOUT_S) -> dist.ProcessGroup | None:
+    """The group of those that take part; None for a bystander. All ranks call it."""
+    group = lasting_group("work", world.ranks, world.backend, timeout_s)
+    return group if world.takes_part else None
+
+
+def side_group(world: World, timeout_s: float = TIMEOUT_S) -> dist.ProcessGroup | None:
+    """The same ranks on the CPU, for handshakes beside the work; None for a bystander. All ranks call it."""
+    group = lasting_group("side", world.ranks, "gloo", timeout_s)
+    return group if world.takes_part else None
+
+
+def lasting_group(use: str, ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """A group for one use, made once and kept: its threads stay as long as the process. All ranks call it."""
+    global _lasting
+    default = dist.group.WORLD
+    if _lasting is None or _lasting[0] is not default:
+        _lasting = (default, {})
+    key = (use, tuple(ranks), backend, timeout_s)
+    if key not in _lasting[1]:
+        _lasting[1][key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
+    return _lasting[1][key]
+
+
+_lasting: tuple[object, dict[object, dist.ProcessGroup]] | None = None  # of which default group
+
+
+def default_store() -> Store:
+    """The store through which the processes found each other."""
+    return distributed_c10d._get_default_store()

@@ -1,0 +1,1 @@
+"""A program on one device: ops, gathered parameters, buckets of gradients."""

@@ -1,0 +1,1 @@
+"""The languages everything else speaks: graphs, placements, the index notation, rules, programs."""

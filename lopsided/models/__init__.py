@@ -1,0 +1,1 @@
+"""Models by name: the zoo, and Hugging Face architectures."""

@@ -1,0 +1,164 @@
+"""Trying a rule on real kernels: does it compute what one device computes, forward and backward?
+
+In: a `Call`, tensors for its operands, a `Rule`. Out: the worst relative error over the joined results and the joined
+gradients of every operand, in float64; `inf` if the kernels refuse. The validator and the experiments are made of this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lopsided.errors import LopsidedError
+from lopsided.ir.graph import Value
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, Placement, R, join_pieces
+from lopsided.ops.op import Call
+from lopsided.ops.simulated_devices import Parts, SeededRandomness, cotangent, move, run_rule, sum_parts
+
+SHARES = (0.5, 0.2, 0.3)
+
+
+_RANGES = ((-1.5, 1.5), (0.1, 0.9), (1.1, 2.0), (-40.0, 40.0))
+
+
+def random_operands(call: Call, seed: int = 0) -> list[list[Tensor]]:
+    """Tensors this call accepts without making infinities: one set for each range of numbers where that is so.
+
+    Whole numbers stay below every size in sight, so that they can serve as indices.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for low, high in _RANGES:
+        operands = [_draw(value, low, high, call, generator) for value in call.operands]
+        try:
+            made = run_whole(call, operands, SeededRandomness(seed, (1.0,)))
+        except (RuntimeError, IndexError, ValueError, TypeError, LopsidedError):
+            continue
+        if all(bool(torch.isfinite(out).all()) for out in made if out.dtype.is_floating_point):
+            found.append(operands)
+    return found
+
+
+def _draw(value: Value, low: float, high: float, call: Call, generator: torch.Generator) -> Tensor:
+    if value.dtype == "bool":
+        return torch.rand(value.shape, generator=generator) < 0.5
+    if value.torch_dtype.is_floating_point or value.torch_dtype.is_complex:
+        drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64) * (high - low) + low
+        return drawn.to(value.torch_dtype)
+    below = max(min((size for shape in call.shapes for size in shape if size > 1), default=2), 2)
+    return torch.randint(0, below, value.shape, generator=generator, dtype=value.torch_dtype)
+
+
+def run_whole(call: Call, operands: Sequence[Tensor], random: SeededRandomness) -> list[Tensor]:
+    """The call on one device."""
+    rule = Rule((I,) * len(operands), (I,) * len(call.node.results))
+    return [parts[0] for parts in run_rule(call, rule, [[t] for t in operands], (1.0,), random)]
+
+
+def try_rule(
+    call: Call,
+    operands: Sequence[Tensor],
+    rule: Rule,
+    shares: tuple[float, ...] = SHARES,
+    *,
+    seed: int = 0,
+    backward: bool = True,
+) -> float:
+    """The worst relative error of running `call` by `rule`, against one device."""
+    if not all(p.fits(v.shape) for p, v in zip(rule.needs, call.operands, strict=True)):
+        return math.inf
+    try:
+        return _try_rule(call, operands, rule, shares, seed, backward)
+    except (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError, LopsidedError):
+        return math.inf
+
+
+def _try_rule(
+    call: Call, operands: Sequence[Tensor], rule: Rule, shares: tuple[float, ...], seed: int, backward: bool
+) -> float:
+    generator = torch.Generator().manual_seed(seed + 1)
+    grads = [value.grad for value in call.operands]
+    wholes = [_leaf(t, grad) for t, grad in zip(operands, grads, strict=True)]
+    expected = run_whole(call, wholes, SeededRandomness(seed, (1.0,)))
+    placed = [
+        [_leaf(part, grad) for part in distribute(t.detach(), need, shares, generator)]
+        for t, need, grad in zip(wholes, rule.needs, grads, strict=True)
+    ]
+    made = run_rule(call, rule, placed, shares, SeededRandomness(seed, shares))
+    error = max(
+        (_disagreement(parts, give, out) for parts, give, out in zip(made, rule.gives, expected, strict=True)),
+        default=0.0,
+    )
+    if not backward or error > 1e-6 or not any(out.requires_grad for out in expected):
+        return error
+    ends, seeds, whole_ends, whole_seeds = [], [], [], []
+    for parts, give, out in zip(made, rule.gives, expected, strict=True):
+        if out.requires_grad:
+            dy = torch.rand(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) - 0.5
+            whole_ends.append(out)
+            whole_seeds.append(dy)
+            for part, gradient in zip(parts, distribute(dy, cotangent(give), shares, generator), strict=True):
+                if part.requires_grad:
+                    ends.append(part)
+                    seeds.append(gradient)
+    torch.autograd.backward(whole_ends, whole_seeds)
+    if ends:
+        torch.autograd.backward(ends, seeds)
+    for parts, need, whole in zip(placed, rule.needs, wholes, strict=True):
+        if whole.requires_grad:
+            gradients = [_gradient(part) for part in parts]
+            error = max(error, _disagreement(gradients, cotangent(need), _gradient(whole)))
+    return error
+
+
+def _leaf(tensor: Tensor, grad: bool) -> Tensor:
+    return tensor.detach().clone().requires_grad_(grad)
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def distribute(whole: Tensor, placement: Placement, shares: tuple[float, ...], generator: torch.Generator) -> Parts:
+    """A whole value as the devices would hold it; terms of a sum are random, so that none can pass for the whole."""
+    if placement.kind != "P":
+        return move([whole for _ in shares], R, placement, whole.shape, shares)
+    terms: list[Tensor] = []
+    for _ in shares[1:]:
+        if whole.dtype.is_floating_point or whole.dtype.is_complex:
+            terms.append((torch.rand(whole.shape, generator=generator, dtype=torch.float64) - 0.5).to(whole.dtype))
+        else:
+            terms.append(torch.randint(-3, 4, whole.shape, generator=generator).to(whole.dtype))
+    return [whole - sum_parts(terms) if terms else whole, *terms]
+
+
+def _disagreement(parts: Parts, placement: Placement, whole: Tensor) -> float:
+    """How far the parts are from the whole value they should be, relative to its size."""
+    if placement.is_shard:
+        candidates = [join_pieces(parts, placement)]
+    elif placement.kind == "P":
+        candidates = [sum_parts(parts)]
+    else:
+        candidates = parts
+    return max(relative_error(candidate, whole) for candidate in candidates)
+
+
+def relative_error(found: Tensor, expected: Tensor, floor: float = 1e-6) -> float:
+    """The largest difference, relative to the largest element expected; `floor` keeps noise around zero small."""
+    if found.shape != expected.shape or found.dtype.is_floating_point != expected.dtype.is_floating_point:
+        return math.inf
+    if not expected.numel():
+        return 0.0
+    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
+        return 0.0 if torch.equal(found.to(expected.dtype), expected) else math.inf
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, torch.zeros_like(found), found - expected).detach().abs().max().item()
+    finite = expected.detach()[expected.detach().isfinite()]
+    scale = max(finite.abs().max().item() if finite.numel() else 0.0, floor)
+    if difference == 0:
+        return 0.0
+    return math.inf if math.isnan(difference) or not scale else difference / scale

@@ -1,0 +1,135 @@
+"""The validator: every derived rule right on real kernels, and every valid rule that was not derived.
+
+In: samples, small calls of the ops in the table. Out: `Finding`s. Each rule is run in float64 on unequal pieces, also
+with an empty piece, and joined values and gradients are compared with one device. Then every hypothesis that the
+table did not derive is tried, up to a limit for ops with many tensors, and those that hold are listed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lopsided.errors import RuleError
+from lopsided.ir.dtypes import TOLERANCE
+from lopsided.ir.graph import DTYPE_NAMES, Arg, Atom, Node, Ref, Value
+from lopsided.ir.notation import PLAIN, Rule, Variant
+from lopsided.ir.op_call import resolve_op
+from lopsided.ops.derive import call_rules, describe_call
+from lopsided.ops.experiment import MOST_HYPOTHESES, held, hypotheses
+from lopsided.ops.op import Call
+from lopsided.ops.trial import try_rule
+
+_SHARES = ((0.5, 0.2, 0.3), (0.0, 0.6, 0.4))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op on real tensors; those that require a gradient have theirs compared."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}({', '.join([*map(_short, self.args), *(f'{k}={_short(v)}' for k, v in self.kwargs.items())])})"
+        )
+
+
+def sample(op: str, *args: Any, **kwargs: Any) -> Sample:
+    return Sample(op, args, kwargs)
+
+
+def _short(arg: Any) -> str:
+    if isinstance(arg, Tensor):
+        return f"{DTYPE_NAMES[arg.dtype]}{list(arg.shape)}"
+    return f"[{', '.join(map(_short, arg))}]" if isinstance(arg, list | tuple) else repr(arg)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What validation found for one sample."""
+
+    sample: Sample
+    line: str
+    rules: tuple[tuple[Rule, float], ...]  # with the worst error of each
+    missing: tuple[Rule, ...]
+
+    @property
+    def tolerance(self) -> float:
+        """Rounding of the widest kernel there is: a few ops have none for float64."""
+        tensors = [t for arg in self.sample.args for t in (arg if isinstance(arg, list | tuple) else [arg])]
+        narrow = any(isinstance(t, Tensor) and t.dtype == torch.float32 for t in tensors)
+        return 1e-5 if narrow else TOLERANCE
+
+    @property
+    def wrong(self) -> tuple[tuple[Rule, float], ...]:
+        return tuple((rule, error) for rule, error in self.rules if not error <= self.tolerance)
+
+
+def as_call(example: Sample) -> tuple[Call, list[Tensor]]:
+    """A sample as a node of a graph would be, and its tensors in order."""
+    tensors: list[Tensor] = []
+    values: list[Value] = []
+
+    def convert(arg: Any) -> Arg:
+        if isinstance(arg, Tensor):
+            value = Value(f"x{len(tensors)}", tuple(arg.shape), DTYPE_NAMES[arg.dtype], arg.requires_grad)
+            tensors.append(arg.detach())
+            values.append(value)
+            return Ref(value.name)
+        if isinstance(arg, list | tuple):
+            return tuple(convert(part) for part in arg)
+        if isinstance(arg, torch.dtype):
+            return Atom("dtype", DTYPE_NAMES[arg])
+        if arg is None or isinstance(arg, bool | int | float | complex | str):
+            return arg
+        raise RuleError(
+            f"a sample of {example.op} has an argument {arg!r}", do="use tensors, numbers, strings and dtypes"
+        )
+
+    args = tuple(convert(arg) for arg in example.args)
+    kwargs = tuple((key, convert(arg)) for key, arg in example.kwargs.items())
+    with torch.random.fork_rng(devices=[]):
+        made = resolve_op(example.op)(*example.args, **example.kwargs)
+    outs = list(made) if isinstance(made, tuple | list) else [made]
+    results = tuple(
+        Value(f"y{k}", tuple(out.shape), DTYPE_NAMES[out.dtype], out.requires_grad) for k, out in enumerate(outs)
+    )
+    return Call(Node(example.op, args, kwargs, results), tuple(values)), tensors
+
+
+def validate(example: Sample, *, search_missing: bool = True) -> Finding:
+    """Try every rule of one sample, and every hypothesis that is not a rule."""
+    call, tensors = as_call(example)
+    described = describe_call(call)
+    rules = call_rules(call, _variants(call))
+    tried = tuple((rule, max(try_rule(call, tensors, rule, shares) for shares in _SHARES)) for rule in rules)
+    missing = _missing(call, tensors, rules) if search_missing else ()
+    return Finding(example, described.text if described is not None else "by experiment", tried, missing)
+
+
+def _variants(call: Call) -> dict[str, tuple[Variant, ...]]:
+    """Plain cuts, and cuts in twos and of two halves alike where lengths allow: ops must not care."""
+    described = describe_call(call)
+    if described is None:
+        return {}
+    found = {}
+    for index in described.indices:
+        length = described.bound.lengths[index]
+        more: Sequence[Variant] = ((1, 2), (2, 1)) if length % 2 == 0 and length > 2 else ()
+        found[index] = (PLAIN, *more)
+    return found
+
+
+def _missing(call: Call, tensors: list[Tensor], rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    known = {(rule.needs, rule.gives) for rule in rules}
+    tried = itertools.islice(hypotheses(call), MOST_HYPOTHESES)
+    candidates = [rule for rule in tried if (rule.needs, rule.gives) not in known]
+    return held(call, tensors, candidates)

@@ -1,0 +1,109 @@
+"""The answer: which program on which devices with which shares, what it is predicted to take, and compared with what.
+
+In: what `planner` found. Out: `Plan`, plain data. `planfile` writes it to JSON and reads it back, `listing` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lopsided.cluster.cluster import Cluster
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import Shares
+from lopsided.ir.program import Program
+from lopsided.schedule.cost import Costs
+from lopsided.schedule.layout import BUCKET_BYTES, Schedule, lay_out
+
+INTERRUPTED = "interrupted"
+"""How the note begins that says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A strategy everyone knows, on the same model and cluster. One that does not fit in memory cannot be run."""
+
+    name: str
+    about: str
+    step_s: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SearchReport:
+    """How the program was found. `cost_s` and `bound_s` are those of the search that found it, in its own prices."""
+
+    seconds: float
+    states: int
+    cost_s: float
+    bound_s: float
+    gap: float
+    why: str  # "proven", "time limit", "interrupted", or the name of the classic that was not beaten
+    searches: int
+    rounds: tuple[str, ...]  # what was tried, in order, and what came of it
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Where the busiest devices' time goes in a step; adds up to it. `hidden_s` is beside: it costs nothing."""
+
+    compute_s: float
+    optimizer_s: float
+    blocking_s: float
+    exposed_s: float
+    waiting_s: float
+    hidden_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan. `on` is the part of `cluster` that takes part; `shares` and `memory_bytes` have an entry for each of its
+    devices, in its order."""
+
+    cluster: Cluster
+    on: Cluster
+    program: Program
+    shares: Shares
+    optimizer: str
+    regather: bool  # gathered parameters are freed after use and gathered again in the backward pass
+    step_s: float
+    breakdown: Breakdown
+    memory_bytes: tuple[int, ...]
+    baselines: tuple[Baseline, ...]
+    search: SearchReport
+    without_device: tuple[tuple[str, float], ...]  # of every device of the cluster: the step without it
+    without_node: tuple[tuple[str, float], ...]
+    notes: tuple[str, ...] = ()
+    capture_s: float = 0.0
+    planning_s: float = 0.0
+    bucket_bytes: int = BUCKET_BYTES  # of gradients and gathered parameters that are sent at a time
+
+    @property
+    def graph(self) -> Graph:
+        return self.program.graph
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """The names of the devices that take part."""
+        return self.on.device_names
+
+    def laid_out(self, costs: Costs) -> Schedule:
+        """Its program in time, as the runtime runs it."""
+        return lay_out(self.program, costs, regather=self.regather, bucket_bytes=self.bucket_bytes)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the planner was stopped before its end: this is the best it had found."""
+        return any(note.startswith(INTERRUPTED) for note in self.notes)
+
+    def share_of(self, device: str, by: str = "") -> float:
+        """The share of any device of the cluster; 0 for one that does not take part."""
+        return self.shares.of(by)[self.devices.index(device)] if device in self.devices else 0.0
+
+    def memory_of(self, device: str) -> int:
+        return self.memory_bytes[self.devices.index(device)] if device in self.devices else 0
+
+    @property
+    def best_baseline(self) -> Baseline | None:
+        """The fastest classic that fits."""
+        return min((b for b in self.baselines if b.fits), key=lambda b: b.step_s, default=None)

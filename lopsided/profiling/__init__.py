@@ -1,0 +1,1 @@
+"""The processes at hand, measured: a `Cluster`."""

@@ -1,0 +1,225 @@
+"""Ranks become kinds of devices: who is alike, what each is called, what they measured together.
+
+In: of every rank where it sits (`Seat`) and what it found (`Found`). Out: `Kind`s, in the order of the ranks.
+
+Ranks that are neighbours, sit in one host, have the same hardware and differ by less than a tenth become one kind.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lopsided.cluster.devices import Kind, Measured
+from lopsided.comm.recorder import hardware_of
+from lopsided.profiling.noise import noise, typical
+from lopsided.profiling.op_times import Job, Speeds
+
+_ALIKE = 1.1
+
+
+# Seats
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a process sits, and what it has there."""
+
+    host: str
+    boot: str  # machines may be called alike
+    hardware: str
+    gpu: str  # its serial number; "" for a CPU
+    memory_bytes: int  # of the GPU, or what is left of the host's
+    speeds: Speeds
+
+
+def seat_of(device: torch.device, speeds: Speeds) -> Seat:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    identity = boot.read_text().strip() if boot.is_file() else ""
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        serial = str(getattr(facts, "uuid", torch.cuda.current_device() if device.index is None else device.index))
+        return Seat(platform.node(), identity, facts.name, serial, facts.total_memory, speeds)
+    return Seat(platform.node(), identity, hardware_of(device), "", _free_memory(), speeds)
+
+
+def _free_memory() -> int:
+    """What this host, or the container around us, has left."""
+    facts = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text() if facts.is_file() else "", re.MULTILINE)
+    free = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current")]
+    if all(path.is_file() for path in limits):
+        most, used = (path.read_text().strip() for path in limits)
+        if most.isdigit() and used.isdigit():
+            free = min(free, int(most) - int(used))
+    return max(free, 2**20)
+
+
+# What was found
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of a job, and how far, relatively, the same measured again might be. `backward_s` is None where nothing
+    flows back."""
+
+    forward_s: float
+    backward_s: float | None
+    noise: float = 0.0
+
+
+Found = dict[tuple[str, float], Took]
+"""By call and fraction."""
+
+Turns = tuple[list[list[float]], list[list[float]]]
+"""Forward and backward: times, turn by turn."""
+
+
+def took(turns: Turns, wall_per_now: float = 1.0) -> Took:
+    there, back = ([seconds for turn in way for seconds in turn] for way in turns)
+    noises = [noise(way) for way in turns if any(way)]
+    return Took(wall_per_now * typical(there), wall_per_now * typical(back) if back else None, statistics.fmean(noises))
+
+
+# Kinds
+
+
+def kinds_of(
+    seats: Sequence[Seat],
+    found: Sequence[Found],
+    jobs: Sequence[Job],
+    drags: Sequence[float],
+    overheads: Sequence[float],
+    crowdings: Sequence[float] = (),
+) -> tuple[Kind, ...]:
+    """Runs of ranks that are alike. Without `crowdings` nobody is taken to crowd anyone."""
+    # Only what all have measured: else one device would be priced by a clock and another by an estimate.
+    keys = [key for key in found[0] if all(key in table for table in found)]
+    rates = paces(seats, found, jobs)
+    runs: list[list[int]] = []
+    for rank, seat in enumerate(seats):
+        last = runs[-1] if runs else []
+        with_me = [rates[member] for member in (*last, rank)]
+        if last and _same_place(seats[last[0]], seat) and max(with_me) <= _ALIKE * min(with_me):
+            last.append(rank)
+        else:
+            runs.append([rank])
+    nodes = node_names(seats)
+    names = _kind_names([(nodes[run[0]], _word(seats[run[0]]), rates[run[0]]) for run in runs])
+    return tuple(
+        Kind(
+            name,
+            nodes[run[0]],
+            1,
+            len(run),
+            _mean_flops([seats[rank].speeds for rank in run]),
+            statistics.fmean(seats[rank].speeds.bytes_per_s for rank in run),
+            memory_of(seats[run[0]], seats),
+            statistics.fmean(seats[rank].speeds.launch_s for rank in run),
+            f"measured: {printable(seats[run[0]].hardware)}",
+            tuple(_table([found[rank] for rank in run], keys)),
+            statistics.fmean(drags[rank] for rank in run),
+            statistics.fmean(overheads[rank] for rank in run),
+            statistics.fmean(crowdings[rank] for rank in run) if crowdings else 1.0,
+        )
+        for run, name in zip(runs, names, strict=True)
+    )
+
+
+def paces(seats: Sequence[Seat], found: Sequence[Found], jobs: Sequence[Job]) -> list[float]:
+    """One number of each to compare devices by: seconds of all that was measured, as often as the graph calls it."""
+    common = [job for job in jobs if all(job.key in table for table in found)]
+    if not common:
+        return [1 / seat.speeds.flops_per_s[0][1] for seat in seats]
+    return [
+        sum(job.distinct.times * (table[job.key].forward_s + (table[job.key].backward_s or 0.0)) for job in common)
+        for table in found
+    ]
+
+
+def _same_place(one: Seat, other: Seat) -> bool:
+    return (one.host, one.boot, one.hardware, not one.gpu) == (other.host, other.boot, other.hardware, not other.gpu)
+
+
+def _table(found: Sequence[Found], keys: Sequence[tuple[str, float]]) -> Iterator[Measured]:
+    """The mean over the ranks of a kind."""
+    fractions: dict[str, list[float]] = {}
+    for text, fraction in keys:
+        fractions.setdefault(text, []).append(fraction)
+    for text, same in fractions.items():
+        forward, backward = [], []
+        for fraction in same:
+            all_took = [table[text, fraction] for table in found]
+            forward.append((fraction, statistics.fmean(one.forward_s for one in all_took)))
+            back = [one.backward_s for one in all_took if one.backward_s is not None]
+            if len(back) == len(all_took):
+                backward.append((fraction, statistics.fmean(back)))
+        yield Measured(text, tuple(forward), tuple(backward))
+
+
+def _mean_flops(speeds: Sequence[Speeds]) -> tuple[tuple[str, float], ...]:
+    dtypes = [dtype for dtype, _ in speeds[0].flops_per_s]
+    return tuple((dtype, statistics.fmean(dict(one.flops_per_s)[dtype] for one in speeds)) for dtype in dtypes)
+
+
+def chip_of(seat: Seat) -> tuple[str, ...]:
+    """What a process computes on. A chip's long number is its own, whatever its host is called: two may share one."""
+    return (seat.gpu,) if len(seat.gpu) > 8 else (seat.host, seat.boot, seat.gpu)
+
+
+def memory_of(seat: Seat, seats: Sequence[Seat]) -> int:
+    """Of one process, to the MiB: those without a GPU share what their host has left, those on one GPU its memory."""
+    same = [s for s in seats if chip_of(s) == chip_of(seat)]
+    return max(min(s.memory_bytes for s in same) // len(same) // 2**20, 1) * 2**20
+
+
+# Names
+
+
+def node_names(seats: Sequence[Seat]) -> list[str]:
+    """The name of each rank's host; different hosts have different names."""
+    known: dict[tuple[str, str], str] = {}
+    for seat in seats:
+        if (seat.host, seat.boot) not in known:
+            name = re.sub(r"[^\w.-]+", "-", seat.host, flags=re.ASCII).strip("-.")[:80] or "host"
+            taken = sum(other == name or other.startswith(f"{name}~") for other in known.values())
+            known[seat.host, seat.boot] = f"{name}~{taken + 1}" if taken else name
+    return [known[seat.host, seat.boot] for seat in seats]
+
+
+def _word(seat: Seat) -> str:
+    """What people call the hardware: "NVIDIA GeForce RTX 2080 Ti" is an rtx-2080-ti."""
+    if not seat.gpu:
+        return "cpu"
+    words = re.findall(r"[a-z0-9]+", seat.hardware.lower())
+    telling = [word for word in words if word not in ("nvidia", "geforce", "tesla", "amd", "instinct", "graphics")]
+    return "-".join(telling)[:60] or "gpu"
+
+
+def _kind_names(runs: Sequence[tuple[str, str, float]]) -> list[str]:
+    """Of each (node, hardware, pace): the hardware, and how fast it is among its like in the node."""
+    names = []
+    for node, word, pace in runs:
+        like = sorted(other for where, what, other in runs if (where, what) == (node, word))
+        classes = [like[0]]
+        for other in like:
+            if other > _ALIKE * classes[-1]:
+                classes.append(other)
+        mine = max(k for k, start in enumerate(classes) if start <= pace)
+        labels = {1: [""], 2: ["-fast", "-slow"], 3: ["-fast", "-middle", "-slow"]}
+        label = labels[len(classes)][mine] if len(classes) in labels else f"-speed{mine + 1}"
+        names.append((node, word + label))
+    counted = [names[:k].count(name) for k, name in enumerate(names)]
+    return [name if not before else f"{name}-also{before}" for (_, name), before in zip(names, counted, strict=True)]
+
+
+def printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)[:200]

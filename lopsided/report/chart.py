@@ -1,0 +1,326 @@
+"""A step drawn in time: who does what from when to when. What the page and the trace show.
+
+In: a `Plan`, or a `Run` of one. Out: `Chart`: a `Strip` for each kind of device (measured: for each device), of
+`Block`s that follow each other without a gap, and what the network does meanwhile.
+
+    compute    an op of the model, what sending takes from it, or the optimizer's update of all parameters
+    blocked    something is sent, and all devices take part and wait for it
+    exposed    something is sent that should have hidden behind computation
+    waiting    for another device, which `awaits` names
+    idle       nothing was recorded (measured only): the host prepares, or something else runs
+
+The one idea: computation is known (predicted or recorded), all between is standing still, and what the network did
+meanwhile says why (`_strip`). So each strip adds up to the step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from lopsided.calibration.run_record import COMPUTE as COMPUTED
+from lopsided.calibration.run_record import OPTIMIZER as UPDATED
+from lopsided.calibration.run_record import Run, Span
+from lopsided.planner.plan_data import Plan
+from lopsided.report.listing import told_apart
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.timeline import NETWORK, Event, run
+
+COMPUTE, BLOCKED, EXPOSED, WAITING, IDLE = DOING = ("compute", "blocked", "exposed", "waiting", "idle")
+HIDDEN = "hidden"
+"""What the network does behind computation, or tries to."""
+FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
+
+_LEAST_S = 1e-10
+"""Less is a rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a device, or the network, does for a while."""
+
+    doing: str
+    phase: str
+    what: str
+    start_s: float
+    end_s: float
+    module: str = ""
+    collective: str = ""
+    way: str = ""
+    whole_bytes: int = 0
+    awaits: str = ""  # of waiting: for whom
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """The step of devices that do the same at the same time."""
+
+    label: str
+    devices: tuple[str, ...]
+    blocks: tuple[Block, ...]
+
+    def seconds(self, *doing: str) -> float:
+        return sum(block.seconds for block in self.blocks if block.doing in doing)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A step. `network` are all sends, those that block and those that hide."""
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    strips: tuple[Strip, ...]
+    network: tuple[Block, ...]
+
+    @property
+    def phases(self) -> tuple[tuple[str, float, float], ...]:
+        """From when to when each lasts, on the slowest device."""
+        ends = (0.0, self.forward_s, self.forward_s + self.backward_s, self.step_s)
+        return tuple((phase, start, end) for phase, (start, end) in zip(PHASES, pairwise(ends), strict=True))
+
+    @property
+    def busiest(self) -> Strip:
+        return max(self.strips, key=lambda strip: strip.seconds(COMPUTE))
+
+
+# Predicted
+
+
+def predicted_chart(plan: Plan) -> Chart:
+    """The step as the planner sees it."""
+    costs, scale = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer)), Scale(plan.on, plan.shares)
+    schedule = plan.laid_out(costs)
+    # Kinds may share a name, or be called "network": numbers tell them apart.
+    numbered = tuple(replace(kind, name=f"kind {k}") for k, kind in enumerate(plan.on.kinds))
+    timeline = run(schedule, costs.network, Scale(replace(plan.on, kinds=numbered), scale.shares), events=True)
+    modules = _modules(plan)
+    forward_s, backward_s = timeline.forward_s, timeline.backward_s
+    network = tuple(_sent(event, forward_s, modules) for event in timeline.events if event.lane == NETWORK)
+    groups = [plan.devices[start:stop] for start, stop in plan.on.spans]
+    labels = [_counted(label, names) for label, names in zip(told_apart(groups), groups, strict=True)]
+    computed = []
+    for kind in numbered:
+        events = [event for event in timeline.events if event.lane == kind.name]
+        passes = len(events) - len(schedule.optimizer)
+        blocks = [_computed(event, forward_s, modules) for event in events[:passes]]
+        computed.append([*blocks, *_update(plan, events[passes:])])
+    strips = [
+        Strip(label, tuple(names), tuple(_strip(mine, network, timeline.step_s, rest)))
+        for label, names, mine, rest in zip(labels, groups, computed, _arrivals(computed, labels), strict=True)
+    ]
+    return Chart(timeline.step_s, forward_s, backward_s, tuple(strips), network)
+
+
+def _modules(plan: Plan) -> dict[str, str]:
+    """For each node and value, the module it belongs to; for a parameter, its name in the model."""
+    found = {name: leaf.target for leaf in plan.graph.leaves for name in (leaf.value.name, leaf.target)}
+    for node in plan.graph.nodes:
+        found[node.name] = node.source.module
+        found.update((value.name, node.source.module) for value in node.results)
+    return found
+
+
+def subject_of(what: str) -> str:
+    """The first name of what is computed or sent.
+
+    >>> [subject_of(w) for w in ("∂linear_3", "∂add S0→R", "loss: all_reduce", "up_weight I→R, up_bias I→R and 7 more")]
+    ['linear_3', 'add', 'loss', 'up_weight']
+    >>> subject_of("gradient of norm.bias and 51 more"), subject_of("%loss P→I")
+    ('norm.bias', 'loss')
+    """
+    first = what.removeprefix("gradient of ").partition(",")[0].partition(" ")[0]
+    return first.lstrip("∂%").rstrip(":")
+
+
+def _module_of(what: str, modules: Mapping[str, str]) -> str:
+    return modules.get(subject_of(what), "")
+
+
+def _shown(what: str) -> str:
+    return what.replace("scaled_dot_product_attention", "attention")
+
+
+def _counted(label: str, names: Sequence[str]) -> str:
+    return f"{label} ({len(names)})" if len(names) > 1 else label
+
+
+def _computed(event: Event, forward_s: float, modules: Mapping[str, str]) -> Block:
+    # What runs forward again behind the forward pass belongs to the backward pass.
+    phase = BACKWARD if event.start_s >= forward_s or event.what.startswith("∂") else FORWARD
+    return Block(COMPUTE, phase, _shown(event.what), event.start_s, event.end_s, module=_module_of(event.what, modules))
+
+
+def _update(plan: Plan, events: Sequence[Event]) -> Iterator[Block]:
+    """The optimizer as one block: its updates follow each other, and nobody tells them apart."""
+    if events:
+        what = f"{plan.optimizer}: update {len(events)} parameter{'s' if len(events) > 1 else ''}"
+        yield Block(COMPUTE, OPTIMIZER, what, events[0].start_s, events[-1].end_s)
+
+
+def _sent(event: Event, forward_s: float, modules: Mapping[str, str]) -> Block:
+    span = Span(NETWORK, event.what, event.start_s, event.end_s, event.collective, event.way, event.whole_bytes)
+    return _sent_block(span, event.start_s, event.end_s, forward_s, modules, hides=event.hides)
+
+
+def _sent_block(
+    span: Span, start_s: float, end_s: float, forward_s: float, modules: Mapping[str, str], *, hides: bool
+) -> Block:
+    return Block(
+        HIDDEN if hides else BLOCKED,
+        FORWARD if start_s < forward_s else BACKWARD,
+        _shown(span.what),
+        start_s,
+        end_s,
+        _module_of(span.what, modules),
+        span.collective,
+        span.way,
+        span.bytes,
+    )
+
+
+# Standing still
+
+_Rest = Callable[[float, float, str], Block]
+
+
+def _arrivals(computed: Sequence[Sequence[Block]], labels: Sequence[str]) -> Iterator[_Rest]:
+    """For each strip, what it does when it neither computes nor sends: it waits for who was the last to end."""
+    every = sorted((block.end_s, k) for k, blocks in enumerate(computed) for block in blocks)
+    for mine in range(len(labels)):
+        others = [(end, labels[k]) for end, k in every if k != mine]
+        yield _waiting([end for end, _ in others], [label for _, label in others])
+
+
+def _waiting(ends: Sequence[float], labels: Sequence[str]) -> _Rest:
+    def rest(start_s: float, end_s: float, phase: str) -> Block:
+        k = bisect_right(ends, end_s + _LEAST_S)
+        return Block(WAITING, phase, "", start_s, end_s, awaits=labels[k - 1] if k else "")
+
+    return rest
+
+
+def _idle(start_s: float, end_s: float, phase: str) -> Block:
+    return Block(IDLE, phase, "", start_s, end_s)
+
+
+def _strip(computed: Iterable[Block], sends: Sequence[Block], step_s: float, rest: _Rest) -> Iterator[Block]:
+    """What is computed, and between it why not: by `sends`, in the order they begin, or else by `rest`."""
+    now, passed, phase = 0.0, 0, FORWARD
+    for block in (*sorted(computed, key=lambda block: block.start_s), None):
+        until = step_s if block is None else block.start_s
+        # What stands before the first of a phase is waited for by it; behind the last of all nothing comes.
+        phase = OPTIMIZER if block is None else block.phase if block.phase != OPTIMIZER else BACKWARD
+        while passed < len(sends) and sends[passed].end_s <= now:
+            passed += 1
+        for sent in sends[passed:] if until - now > _LEAST_S else ():
+            if sent.start_s >= until:
+                break
+            begun, ended = max(sent.start_s, now), min(sent.end_s, until)
+            if ended - begun > _LEAST_S:
+                if begun - now > _LEAST_S:
+                    yield rest(now, begun, phase)
+                doing = EXPOSED if sent.doing == HIDDEN else sent.doing
+                yield replace(sent, doing=doing, phase=phase, start_s=begun, end_s=ended)
+                now = ended
+        if until - now > _LEAST_S:
+            yield rest(now, until, phase)
+        now = max(now, until)
+        if block is not None and block.end_s - now > 0:
+            yield replace(block, start_s=now)
+            now = block.end_s
+
+
+# Measured
+
+_Key = tuple[str, int]
+"""A send: what, and the how manieth time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Send:
+    """One collective as all devices saw it: it begins when the last has come, and ends when the last has left."""
+
+    start_s: float
+    end_s: float
+    last: str
+
+
+def measured_chart(run: Run) -> Chart | None:
+    """The recorded step in the middle of all recorded ones; None where none was recorded."""
+    steps = list(zip(*(device.steps for device in run.devices), strict=True))
+    recorded = [step for step in steps if all(one.spans for one in step)]
+    if not recorded:
+        return None
+    middle = sorted(recorded, key=lambda step: max(one.seconds for one in step))[len(recorded) // 2]
+    names = [device.device for device in run.devices]
+    spans = [one.spans for one in middle]
+    step_s = max(*(one.seconds for one in middle), *(span.end_s for mine in spans for span in mine))
+    modules = _modules(run.plan)
+    trained = {leaf.value.name for leaf in run.plan.graph.parameters}
+    trained |= {leaf.target for leaf in run.plan.graph.parameters}
+    sent = [_by_key(mine) for mine in spans]
+    together = _together(names, sent)
+    strips, computed = [], []
+    for name, mine, keyed in zip(names, spans, sent, strict=True):
+        computed.append(list(_ran([span for span in mine if span.lane == COMPUTED], modules)))
+        stood = [block for key, span in keyed.items() for block in _stood(span, together[key], modules, trained)]
+        stood.sort(key=lambda block: block.start_s)
+        strips.append(Strip(name, (name,), tuple(_strip(computed[-1], stood, step_s, _idle))))
+    every = [block for blocks in computed for block in blocks]
+    forward_s = max((block.end_s for block in every if block.phase == FORWARD), default=0.0)
+    updates = [block.start_s for block in every if block.phase == OPTIMIZER]
+    backward_s = max(max(updates, default=step_s) - forward_s, 0.0)
+    first = {key: span for keyed in sent for key, span in keyed.items()}
+    network = [_as_sent(first[key], send, forward_s, modules, trained) for key, send in together.items()]
+    return Chart(step_s, forward_s, backward_s, tuple(strips), tuple(sorted(network, key=lambda block: block.start_s)))
+
+
+def _by_key(spans: Iterable[Span]) -> dict[_Key, Span]:
+    times: Counter[str] = Counter()
+    found = {}
+    for span in spans:
+        if span.lane != COMPUTED:
+            times[span.what] += 1
+            found[span.what, times[span.what]] = span
+    return found
+
+
+def _together(names: Sequence[str], sent: Sequence[Mapping[_Key, Span]]) -> dict[_Key, _Send]:
+    found: dict[_Key, _Send] = {}
+    for name, mine in zip(names, sent, strict=True):
+        for key, span in mine.items():
+            before = found.get(key, _Send(-1.0, 0.0, ""))
+            last = name if span.start_s > before.start_s else before.last
+            found[key] = _Send(max(span.start_s, before.start_s), max(span.end_s, before.end_s), last)
+    return found
+
+
+def _ran(spans: Iterable[Span], modules: Mapping[str, str]) -> Iterator[Block]:
+    """What was computed. The runtime's own work (buckets, conversions) belongs to what was computed before it."""
+    phase = FORWARD
+    for span in spans:
+        if span.what == UPDATED:
+            phase = OPTIMIZER
+        elif span.what.startswith("∂"):
+            phase = BACKWARD
+        yield Block(COMPUTE, phase, _shown(span.what), span.start_s, span.end_s, _module_of(span.what, modules))
+
+
+def _stood(span: Span, send: _Send, modules: Mapping[str, str], trained: Collection[str]) -> Iterator[Block]:
+    """What a send is for one device: waiting until the last has come, then sending."""
+    begun = min(max(send.start_s, span.start_s), span.end_s)
+    if begun > span.start_s:
+        yield Block(WAITING, BACKWARD, "", span.start_s, begun, awaits=send.last)
+    yield replace(_as_sent(span, send, 0.0, modules, trained), start_s=begun, end_s=span.end_s)
+
+
+def _as_sent(span: Span, send: _Send, forward_s: float, modules: Mapping[str, str], trained: Collection[str]) -> Block:
+    return _sent_block(span, send.start_s, send.end_s, forward_s, modules, hides=subject_of(span.what) in trained)

@@ -1,0 +1,1 @@
+"""State dicts and checkpoints of pieces, that move between clusters."""

@@ -1,0 +1,404 @@
+"""Checkpoints: a training run in a folder, from which any other cluster and plan can go on.
+
+In: a parallel module, its optimizer, and what else goes on (a scheduler, a loader). Out: `save`, `load`.
+
+    folder/step-00000010/rank-00000.safetensors ...   every process's chunks of parameters, optimizer state, generators
+                         metadata.json                which tensors there are, and where their chunks lie
+                         training.json                step, options of the optimizer, scheduler, loader
+
+`torch.distributed.checkpoint` plans who writes and reads what; `storage` keeps it. A checkpoint is
+written as `.step-00000010.partial` and gets its name when all of it is on disk, so one that has a name is complete,
+and a crash leaves the one before. What a crash leaves behind is cleared by the next save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.optim import Optimizer
+
+from lopsided.errors import CheckpointError, LopsidedError, shown
+from lopsided.planner.plan_data import Plan
+from lopsided.runtime.checkpoint.contents import (
+    Held,
+    LoadPlanner,
+    SavePlanner,
+    model_kept,
+    model_wanted,
+    spread,
+    whole_chunk,
+)
+from lopsided.runtime.checkpoint.folder import (
+    TRAINING,
+    clear,
+    find,
+    give_name,
+    partial,
+    read_training,
+    remove,
+    restore,
+    steps_in,
+    written,
+)
+from lopsided.runtime.checkpoint.optimizer_state import optimizer_kept, optimizer_wanted
+from lopsided.runtime.checkpoint.plain import as_plain, from_plain, write_json
+from lopsided.runtime.checkpoint.state import few, tensors_of
+from lopsided.runtime.checkpoint.storage import FORMAT, VERSION, SafeReader, SafeWriter, Table
+from lopsided.runtime.control_plane import Accord, Holder, accord_of
+
+
+class Stateful(Protocol):
+    """A scheduler, or a loader: what has a position and can go on from it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+class Streams(Protocol):
+    """Random numbers, as `lopsided.executor.randomness` has them."""
+
+    def state(self) -> dict[str, Tensor]: ...
+    def set_state(self, state: dict[str, Tensor]) -> None: ...
+
+
+class Trains(Holder, Protocol):
+    """A parallel module in training."""
+
+    steps_done: int
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def randomness(self) -> Streams: ...
+    def before_saving(self) -> object: ...
+
+
+# Saving
+
+
+class Saving:
+    """A save, done or under way. `path` is where it is when `wait` returns."""
+
+    def __init__(self, path: Path, job: Callable[[], None]) -> None:
+        self.path = path
+        self._job = job
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.told = False  # somebody knows that it failed
+
+    def run(self) -> None:
+        try:
+            self._job()
+        except BaseException as error:
+            self._error = error
+        finally:
+            del self._job  # and the copies it holds
+
+    def start(self) -> None:
+        # Not a daemon: a script that ends after its last save still saves.
+        self._thread = threading.Thread(target=self.run, name=f"save {self.path.name}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when all is on disk, or raise what kept it from there. Before the process group ends, call this."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            self.told = True
+            raise self._error
+
+
+def save(
+    pm: Trains,
+    optimizer: Optimizer | None,
+    folder: str | Path,
+    *,
+    loader: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    wait: bool = True,
+    keep: int | None = None,
+) -> Saving:
+    """Save a run as `folder/step-...`, named by the steps it has done. Every rank must call this.
+
+    With `wait=False` it returns as soon as everything is copied to main memory, and writes while training goes on. A
+    save waits for the one before. `keep` is how many checkpoints up to this one are left in the folder.
+    """
+    accord, folder = accord_of(pm), Path(folder).absolute()
+    _finish_last(accord)
+    step = accord.each(lambda: _checked(pm.steps_done, keep))
+    _check_alike(accord.all(lambda: (step, str(folder))))
+    accord.each(pm.before_saving)
+    held, training = _captured(pm, optimizer, loader, scheduler, accord)
+    if not wait:
+        held = {key: each.copied() for key, each in held.items()}
+    writer = _Writer(folder, step, training, keep)
+    saving = Saving(writer.path, lambda: _write(held, writer, accord))
+    if wait:
+        saving.run()
+        saving.wait()
+    else:
+        saving.start()
+        accord.saving = saving
+    return saving
+
+
+def _finish_last(accord: Accord) -> None:
+    """Wait for the save under way. If nobody was told that it failed, all are now."""
+    last, accord.saving = accord.saving, None
+    if last is not None:
+        known = last.told
+
+        def tell() -> None:
+            try:
+                last.wait()
+            except LopsidedError:
+                if not known:
+                    raise
+
+        accord.each(tell)
+
+
+def _checked(step: int, keep: int | None) -> int:
+    if keep is not None and keep < 1:
+        raise CheckpointError(f"keep is {keep}", where="save", do="keep 1 checkpoint or more, or None for all")
+    return step
+
+
+def _check_alike(told: list[tuple[int, str]]) -> None:
+    for rank, one in enumerate(told):
+        if one != told[0]:
+            raise CheckpointError(
+                f"rank {rank} saves step {one[0]} to {one[1]}, rank 0 step {told[0][0]} to {told[0][1]}",
+                where="save",
+                do="save the same step to the same folder on every rank",
+            )
+
+
+def _captured(
+    pm: Trains, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None, accord: Accord
+) -> tuple[dict[str, Held], dict[str, object]]:
+    """The tensors that this process writes, and the rest."""
+    named = accord.each(lambda: tensors_of(pm))
+    kept, told = model_kept(named), None
+    if optimizer is not None:
+        state, told = optimizer_kept(pm, optimizer, accord)
+        kept |= state
+    held = spread(kept, pm.world.place, len(pm.world.ranks))
+    if pm.world.place >= 0:
+        for stream, state_of in _generators(pm).items():
+            chunk = (whole_chunk(state_of.shape),)
+            held[_random_key(pm.world.place, stream)] = Held(chunk[0].sizes, state_of.dtype, chunk, (state_of,))
+    training = accord.each(
+        lambda: {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": pm.steps_done,
+            "graph": pm.plan.graph.fingerprint,
+            "run": _run(pm),
+            "names": list(pm.state_dict()),
+            "tied": {also: each.name for each in named for also in each.names[1:]},
+            "optimizer": told,
+            "scheduler": scheduler
+            and {"class": type(scheduler).__name__, "state": as_plain(scheduler.state_dict(), "the scheduler's state")},
+            "loader": loader and as_plain(loader.state_dict(), "the loader's state"),
+        }
+    )
+    return held, training
+
+
+def _run(pm: Trains) -> str:
+    """A digest of what decides which process draws which random numbers: the plan, and who is who."""
+    shares, world = pm.plan.shares, pm.world
+    told = [str(pm.plan.program), shares.work, shares.named, shares.cuts, world.size, world.ranks, world.order]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def _generators(pm: Trains) -> dict[str, Tensor]:
+    """The states of this process's generators, of the run and of torch."""
+    states = {**pm.randomness.state(), "cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _random_key(place: int, stream: str) -> str:
+    return f"random.{place}.{stream}"
+
+
+class _Writer(SafeWriter):
+    """Writes beside the checkpoints, and gives what it wrote its name when all is there."""
+
+    def __init__(self, folder: Path, step: int, training: Mapping[str, object], keep: int | None) -> None:
+        self.path = written(folder, step)
+        super().__init__(partial(folder, step))
+        self.root, self.step, self.training, self.keep = folder, step, training, keep
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            clear(self.root)
+        super().set_up_storage_writer(is_coordinator)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        write_json(self.folder / TRAINING, self.training)
+        super().finish(metadata, results)
+        give_name(self.folder, self.path)
+        if self.keep is not None:
+            older = [step for step in steps_in(self.root) if step < self.step]
+            for step in older[: len(older) + 1 - self.keep]:
+                remove(written(self.root, step))
+
+
+def _write(held: dict[str, Held], writer: _Writer, accord: Accord) -> None:
+    try:
+        _in_torch(
+            lambda: dcp.state_dict_saver.save(
+                held, storage_writer=writer, planner=SavePlanner(), process_group=accord.group_of_saves
+            ),
+            writer.path,
+        )
+    except BaseException:
+        if accord.rank == 0:
+            shutil.rmtree(writer.folder, ignore_errors=True)
+        raise
+
+
+def _in_torch(job: Callable[[], object], path: Path) -> None:
+    """Do what `torch.distributed.checkpoint` does, and say in our words what failed on which rank."""
+    try:
+        job()
+    except CheckpointException as failed:
+        rank, (error, _) = next(iter(failed.failures.items()))
+        if isinstance(error, LopsidedError):
+            raise CheckpointError(error.what, where=error.where, do=error.do, rank=str(rank)) from None
+        raise CheckpointError(
+            f"rank {rank} failed: {type(error).__name__}: {error}", where=str(path), do="see the reason, and try again"
+        ) from error
+
+
+# Loading
+
+
+def load(
+    pm: Trains,
+    optimizer: Optimizer | None,
+    folder: str | Path,
+    *,
+    loader: Stateful | None = None,
+    scheduler: Stateful | None = None,
+    step: int | None = None,
+) -> int:
+    """Go on from a checkpoint: the latest, or that of `step`, which is returned. Every rank must call this.
+
+    The plan, the number of processes and the shares may be others than those it was saved under: every process reads
+    what it holds now. The optimizer is a fresh one of the same class, with the same groups of parameters. Nothing is
+    changed if the checkpoint does not fit.
+    """
+    accord, folder = accord_of(pm), Path(folder).absolute()
+    _finish_last(accord)
+
+    def found() -> tuple[Path, dict[str, Any]]:
+        restore(folder)
+        path = find(folder, step)
+        told = read_training(path)
+        if path != written(folder, told["step"]):
+            raise CheckpointError(
+                f"the folder of this checkpoint is not that of its step, {shown(told['step'])}",
+                where=str(path),
+                do="give the folder the name it was saved under",
+            )
+        return path, told
+
+    path, training = accord.first(found)
+    reader = SafeReader(path)
+    random: dict[str, Tensor] = {}
+
+    def prepared() -> tuple[dict[str, Held], list[Callable[[], object]]]:
+        wanted, then = model_wanted(tensors_of(pm), reader.table, str(path)), list[Callable[[], object]]()
+        for given, what in ((scheduler, "scheduler"), (loader, "loader")):
+            if given is not None:
+                then.append(_stateful_wanted(given, what, training.get(what), path))
+        if optimizer is not None:
+            told = training.get("optimizer")
+            if told is None:
+                raise CheckpointError("no optimizer was saved", where=str(path), do="load(pm, None, ...)")
+            state, put_together = optimizer_wanted(
+                pm, optimizer, told, reader.table, str(path), in_order=scheduler is not None
+            )
+            wanted |= state
+            then.append(put_together)
+        wanted |= _random_wanted(pm, training, reader.table, random)
+        return wanted, then
+
+    wanted, then = accord.each(prepared)
+    _in_torch(
+        lambda: dcp.state_dict_loader.load(
+            wanted, storage_reader=reader, planner=LoadPlanner(), process_group=accord.group
+        ),
+        path,
+    )
+    accord.each(lambda: [apply() for apply in then] and None)
+    _set_generators(pm, random)
+    pm.steps_done = int(training["step"])
+    return pm.steps_done
+
+
+def _stateful_wanted(given: Stateful, what: str, told: object, path: Path) -> Callable[[], object]:
+    """What brings a scheduler or a loader where it was."""
+    if what == "scheduler" and isinstance(told, dict):
+        if told.get("class") != type(given).__name__:
+            raise CheckpointError(
+                f"the checkpoint is of a {shown(told.get('class'))}, and the scheduler is {type(given).__name__}",
+                where=str(path),
+                do="make a scheduler of the same class",
+            )
+        told = told.get("state")
+    state = from_plain(told)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"no {what} was saved", where=str(path), do=f"load without {what}=")
+    # A scheduler takes every name it is given for one of its own.
+    strange = [shown(key) for key in state if key not in given.state_dict()] if what == "scheduler" else []
+    if strange:
+        raise CheckpointError(f"the {what} has no {few(strange)}", where=str(path), do=f"load without {what}=")
+    return lambda: given.load_state_dict(state)
+
+
+def _random_wanted(
+    pm: Trains, training: Mapping[str, object], table: Table, random: dict[str, Tensor]
+) -> dict[str, Held]:
+    """The states of generators that go on: all, in the same run; in another one only the stream that all share."""
+    same = training.get("run") == _run(pm) and pm.world.place >= 0
+    wanted = {}
+    for stream, now in _generators(pm).items():
+        if not same and stream != "shared":
+            continue
+        key = _random_key(pm.world.place if same else 0, stream)
+        record = table.get(key)
+        # Generators of CPUs and GPUs have different states.
+        if record is not None and (record.shape, record.dtype) == (tuple(now.shape), now.dtype):
+            random[stream] = torch.empty_like(now)
+            wanted[key] = Held(record.shape, record.dtype, (whole_chunk(record.shape),), (random[stream],))
+    return wanted
+
+
+def _set_generators(pm: Trains, random: Mapping[str, Tensor]) -> None:
+    pm.randomness.set_state({stream: state for stream, state in random.items() if stream not in ("cpu", "cuda")})
+    if "cpu" in random:
+        torch.set_rng_state(random["cpu"])
+    if "cuda" in random:
+        torch.cuda.set_rng_state(random["cuda"])

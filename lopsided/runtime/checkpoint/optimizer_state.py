@@ -1,0 +1,280 @@
+"""The state of an optimizer, apart from who holds which piece.
+
+In: an optimizer of the local pieces. Out, to save: its tensors by the names of the parameters, cut as these are, and
+the rest as plain data (`optimizer_kept`). To load: where the tensors go on this process, whatever its pieces are now,
+and a function that puts the state together (`optimizer_wanted`).
+
+A tensor that is shaped as the local piece is the state of each element and is cut as the parameter. One that has a
+single element (a count of steps) is a number. Anything else belongs to the parameter as a whole, which some process
+would have to hold: fine where the parameter is whole, refused where it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lopsided.errors import CheckpointError, shown
+from lopsided.runtime.checkpoint.contents import Held, Kept, wanted_pieces
+from lopsided.runtime.checkpoint.plain import as_plain, from_plain, like
+from lopsided.runtime.checkpoint.state import few
+from lopsided.runtime.checkpoint.storage import Record, Table
+from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, check_dtype
+from lopsided.runtime.control_plane import Accord, Holder
+from lopsided.runtime.pieces import Piece
+
+Form = dict[str, object]
+"""What is said of one entry of the state: of a tensor its "shape" and "dtype", with its "number" where it has but one
+element; of anything else its "value"."""
+
+State = Mapping[str, Mapping[str, Form]]  # by parameter and key
+
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Options that say how a device computes, not what: they stay as the new optimizer has them."""
+
+
+def _named(pm: Holder, optimizer: Optimizer) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """The parameters of each group with the names under which they are saved."""
+    first = {name: piece.name for piece in pm.pieces.values() for name in (piece.name, *piece.also)}
+    names: dict[int, str] = {}
+    for name, parameter in pm.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), first.get(name, name))
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [p for p in group["params"] if id(p) not in names]
+        if strangers:
+            raise CheckpointError(
+                f"the optimizer has a parameter of shape {list(strangers[0].shape)} that the model does not have",
+                where=f"parameter group {number} of {type(optimizer).__name__}",
+                do="make the optimizer from the parameters of the parallel module",
+            )
+        yield [(names[id(p)], p) for p in group["params"]]
+
+
+def _key(name: str, key: str) -> str:
+    return f"optimizer.{name}.{key}"
+
+
+# Saving
+
+
+def optimizer_kept(pm: Holder, optimizer: Optimizer, accord: Accord) -> tuple[dict[str, Kept], dict[str, object]]:
+    """The tensors of the optimizer's state, and all else of it as plain data. Every rank must call this."""
+    of = type(optimizer).__name__
+
+    def told() -> State:
+        return {
+            name: {key: _form(value, f"{key} of {name} in {of}") for key, value in optimizer.state.get(p, {}).items()}
+            for group in _named(pm, optimizer)
+            for name, p in group
+        }
+
+    everybody = accord.all(told)
+    # Of ranks that take part: others hold nothing. What they all said decides, so all decide alike.
+    settled = accord.each(lambda: _settled(pm, [everybody[rank] for rank in pm.world.ranks], of))
+    kept = {}
+    for group in _named(pm, optimizer):
+        for name, parameter in group:
+            piece = pm.pieces.get(name)
+            cut = piece if piece is not None and piece.is_cut and 0 not in piece.shape else None
+            for key, form in settled[name].items():
+                if "number" in form or "value" in form:
+                    continue
+                local = optimizer.state.get(parameter, {}).get(key)
+                dtype = DTYPES[str(form["dtype"])]
+                shape = cut.shape if cut else tuple(form["shape"])  # type: ignore[arg-type]
+                kept[_key(name, key)] = Kept(shape, dtype, local, cut)
+    options = [
+        {
+            key: as_plain(value, f'"{key}" of a parameter group of {of}')
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]
+    groups = [
+        {"parameters": [name for name, _ in names], "options": each}
+        for names, each in zip(_named(pm, optimizer), options, strict=True)
+    ]
+    return kept, {"class": of, "groups": groups, "state": settled}
+
+
+def _form(value: object, where: str) -> Form:
+    if not isinstance(value, Tensor):
+        return {"value": as_plain(value, where)}
+    check_dtype(value.dtype, where)
+    form: Form = {"shape": list(value.shape), "dtype": NAMES[value.dtype]}
+    return form | {"number": as_plain(value, where)} if value.numel() == 1 else form
+
+
+def _settled(pm: Holder, told: Sequence[State], of: str) -> dict[str, dict[str, Form]]:
+    """One form for all. `told` is what each of those that take part has."""
+    found: dict[str, dict[str, Form]] = {}
+    for name in dict.fromkeys(name for state in told for name in state):
+        keys = dict.fromkeys(key for state in told for key in state.get(name, {}))
+        piece = pm.pieces.get(name)
+        found[name] = {
+            key: _one_form(name, key, [state.get(name, {}).get(key) for state in told], piece, of) for key in keys
+        }
+    return found
+
+
+def _one_form(name: str, key: str, forms: Sequence[Form | None], piece: Piece | None, of: str) -> Form:
+    first = next(form for form in forms if form is not None)
+    if piece is None or not piece.is_cut:
+        if None in forms:
+            raise CheckpointError(
+                f"rank {forms.index(None)} of those that take part has no {key!r} of {name}, others have",
+                where=of,
+                do="step the optimizer on every rank",
+            )
+        is_number = "number" in first and (not first["shape"] or piece is None or first["shape"] != list(piece.shape))
+        return first if is_number or "value" in first else _tensor(first)
+    shapes = [piece.placement.local_shape(piece.shape, piece.counts, rank) for rank in range(len(forms))]
+    # An optimizer may skip a piece without elements.
+    pairs = [(form, shape) for form, shape in zip(forms, shapes, strict=True) if form is not None or 0 not in shape]
+    if all(form is not None and form.get("shape") == list(shape) for form, shape in pairs):
+        return _tensor(first)
+    if all(form is not None and form.keys() & {"number", "value"} for form, _ in pairs):
+        return first
+    shown_shape = first.get("shape", "no tensor")
+    raise CheckpointError(
+        f"{of} keeps {key!r} of {name} with shape {shown_shape}, and {name} is cut: its state cannot be put together",
+        where=f"{name}, {list(piece.shape)} as {piece.placement}",
+        do="use an optimizer whose state has the parameter's shape, or a plan that keeps this parameter whole",
+    )
+
+
+def _tensor(form: Form) -> Form:
+    return {"shape": form["shape"], "dtype": form["dtype"]}
+
+
+# Loading
+
+
+def optimizer_wanted(
+    pm: Holder, optimizer: Optimizer, told: object, table: Table, where: str, *, in_order: bool
+) -> tuple[dict[str, Held], Callable[[], None]]:
+    """Where this process wants the tensors of the state, and what to call when they are there.
+
+    `in_order`: the parameter groups must be in the order in which they were saved.
+    """
+    of = type(optimizer).__name__
+
+    def refuse(
+        what: str, do: str = "use a checkpoint that was saved by this library and not changed"
+    ) -> CheckpointError:
+        return CheckpointError(what, where=where, do=do)
+
+    if not isinstance(told, dict) or told.keys() != {"class", "groups", "state"}:
+        raise refuse("what is said of the optimizer cannot be read")
+    if told["class"] != of:
+        do = f"make an optimizer of that class, or load without one: load(pm, None, ...) starts {of} anew"
+        raise refuse(f"the checkpoint is of {shown(told['class'])}, and the optimizer is {of}", do)
+    groups = list(_named(pm, optimizer))
+    options = _options(optimizer, groups, told["groups"], in_order, refuse)
+    state = told["state"]
+    if not isinstance(state, dict) or not all(isinstance(each, dict) for each in state.values()):
+        raise refuse("the state of the optimizer cannot be read")
+    wanted: dict[str, Held] = {}
+    rebuilt: dict[int, dict[str, object]] = {}
+    for number, (name, parameter) in enumerate(pair for group in groups for pair in group):
+        entries: dict[str, object] = {}
+        for key, form in state.get(name, {}).items():
+            if not isinstance(form, dict):
+                raise refuse(f"{shown(key)} of {name} in the optimizer's state cannot be read")
+            if "value" in form:
+                entries[key] = from_plain(form["value"])
+            elif "number" in form:
+                entries[key] = _number(form, f"{key} of {name}", refuse)
+            else:
+                record = table.get(_key(name, key))
+                if record is None:
+                    raise refuse(f"{shown(key)} of {name} in the optimizer's state is not there")
+                entries[key], wanted[_key(name, key)] = _room(record, pm.pieces.get(name), parameter, key, of, where)
+        if entries:
+            rebuilt[number] = entries
+
+    def put_together() -> None:
+        at = 0
+        param_groups = []
+        for group, each in zip(groups, options, strict=True):
+            param_groups.append({**each, "params": list(range(at, at + len(group)))})
+            at += len(group)
+        optimizer.load_state_dict({"state": rebuilt, "param_groups": param_groups})
+
+    return wanted, put_together
+
+
+def _options(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[tuple[str, nn.Parameter]]],
+    told: object,
+    in_order: bool,
+    refuse: Callable[..., CheckpointError],
+) -> list[dict[str, Any]]:
+    """The saved options of each group of the optimizer; groups are known by their parameters."""
+    saved: dict[frozenset[str], dict[str, object]] = {}
+    for each in told if isinstance(told, list) else [None]:
+        if not isinstance(each, dict) or each.keys() != {"parameters", "options"}:
+            raise refuse("the parameter groups of the optimizer cannot be read")
+        names, options = each["parameters"], each["options"]
+        if not isinstance(options, dict) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            raise refuse("the parameter groups of the optimizer cannot be read")
+        saved[frozenset(names)] = options
+    mine = {name for group in groups for name, _ in group}
+    theirs = {name for names in saved for name in names}
+    make_alike = "make the optimizer with the same parameters in the same groups as when it was saved"
+    if theirs - mine:
+        raise refuse(f"the optimizer lacks {few([shown(name) for name in sorted(theirs - mine)])}", make_alike)
+    if mine - theirs:
+        raise refuse(f"the saved optimizer did not have {few(sorted(mine - theirs))}", make_alike)
+    if in_order and [frozenset(name for name, _ in group) for group in groups] != list(saved):
+        # Schedulers count groups.
+        raise refuse("the groups of the optimizer are in another order than when it was saved", make_alike)
+    found = []
+    for group, fresh in zip(groups, optimizer.param_groups, strict=True):
+        options = saved.get(frozenset(name for name, _ in group))
+        if options is None:
+            named = group[0][0] if group else "no parameter"
+            raise refuse(f"the group of {named} has other parameters than when it was saved", make_alike)
+        kept = {key: value for key, value in fresh.items() if key != "params"}
+        # Schedulers add options of their own ("initial_lr"), which a fresh optimizer may not have yet.
+        names = [key for key in options if key not in _HOW and key not in ("params", "param_names")]
+        read = {key: like(from_plain(options[key]), fresh.get(key)) for key in names}
+        found.append(kept | read)
+    return found
+
+
+def _number(form: Mapping[str, object], what: str, refuse: Callable[..., CheckpointError]) -> Tensor:
+    number, shape = from_plain(form["number"]), form.get("shape")
+    dtype = DTYPES.get(str(form.get("dtype")))
+    if dtype is None or not isinstance(shape, list) or len(shape) > 64 or any(size != 1 for size in shape):
+        raise refuse(f"{what} in the optimizer's state is not a number")
+    if not isinstance(number, bool | int | float):
+        raise refuse(f"{what} in the optimizer's state is {shown(number)}, not a number")
+    try:
+        return torch.full(shape, number, dtype=dtype)
+    except (RuntimeError, OverflowError):
+        raise refuse(f"{what} in the optimizer's state is {shown(number)}, too large for {dtype}") from None
+
+
+def _room(
+    record: Record, piece: Piece | None, parameter: nn.Parameter, key: str, of: str, where: str
+) -> tuple[Tensor, Held]:
+    """An empty tensor for a part of the state, and what of it this process wants."""
+    device = parameter.device
+    if piece is not None and record.shape == piece.shape:
+        local = torch.empty(piece.local_shape, dtype=record.dtype, device=device)
+        return local, wanted_pieces(record, piece, local)
+    if piece is not None and piece.is_cut:
+        raise CheckpointError(
+            f"{of} keeps {key!r} of {piece.name} with shape {list(record.shape)}, and {piece.name} is cut by this plan",
+            where=where,
+            do="use a plan that keeps this parameter whole, as the one it was saved under did",
+        )
+    local = torch.empty(record.shape, dtype=record.dtype, device=device)
+    return local, wanted_pieces(record, None, local)

@@ -1,0 +1,137 @@
+"""What state and checkpoints need of a parallel module, and how its processes agree.
+
+In: a parallel module. Out: `Accord`, once for each module: groups of processes apart from training, in which all raise
+what one of them refuses. Every rank of the world is in them, bystanders too, so their ranks are the global ones.
+
+The groups are gloo whatever training uses: what is agreed on lies in main memory. A save that runs beside training has
+one to itself, since collectives of two threads must not mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lopsided.comm.world import lasting_group
+from lopsided.errors import CheckpointError, LopsidedError
+from lopsided.runtime.pieces import Piece
+
+_PATIENCE_S = 1800.0
+"""How long a process waits for another one that writes or reads its part."""
+
+T = TypeVar("T")
+
+
+class Waits(Protocol):
+    def wait(self) -> Tensor: ...
+
+
+class Gathers(Protocol):
+    def all_gather(self, piece: Tensor, counts: Sequence[int], *, what: str = ...) -> Waits: ...
+
+
+class Places(Protocol):
+    """Who is who: global rank and size, the global ranks that take part, and which devices of the plan these are."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def order(self) -> tuple[int, ...]: ...
+    @property
+    def place(self) -> int: ...
+
+
+class Holder(Protocol):
+    """A module whose parameters are this process's pieces."""
+
+    @property
+    def pieces(self) -> Mapping[str, Piece]: ...
+    @property
+    def world(self) -> Places: ...
+    @property
+    def wire(self) -> Gathers | None: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterable[tuple[str, nn.Parameter]]: ...
+
+
+class Waiting(Protocol):
+    """A save under way. `told`: somebody knows that it failed."""
+
+    told: bool
+
+    def wait(self) -> None: ...
+
+
+class Accord:
+    """The processes of the world, when they talk about the state of a parallel module."""
+
+    def __init__(self) -> None:
+        ranks = range(dist.get_world_size())
+        self.group = lasting_group("state", ranks, "gloo", _PATIENCE_S)
+        self.group_of_saves = lasting_group("saves", ranks, "gloo", _PATIENCE_S)
+        self.saving: Waiting | None = None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def all(self, job: Callable[[], T]) -> list[T]:
+        """What `job` returned on each rank. If it fails on one, it fails on all."""
+        mine: tuple[T | None, LopsidedError | None] = (None, None)
+        own: Exception | None = None
+        try:
+            mine = (job(), None)
+        except LopsidedError as error:
+            own, mine = error, (None, error)
+        except Exception as error:
+            own, mine = error, (None, _failed(self.rank, error))
+        told: list[tuple[T | None, LopsidedError | None]] = [mine] * dist.get_world_size(self.group)
+        dist.all_gather_object(told, mine, group=self.group)
+        if own is not None:
+            raise own
+        for _, refused in told:
+            if refused is not None:
+                raise refused
+        return [result for result, _ in told]  # type: ignore[misc]
+
+    def each(self, job: Callable[[], T]) -> T:
+        """What `job` returned here, if it failed nowhere."""
+        mine: list[T] = []
+        self.all(lambda: mine.append(job()))
+        return mine[0]
+
+    def first(self, job: Callable[[], T]) -> T:
+        """What `job` returned on rank 0, the only one that does it."""
+        return self.all(lambda: job() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def send(self, tensor: Tensor, source: int) -> None:
+        """Fill a contiguous tensor in main memory with that of the rank `source`."""
+        if tensor.numel():
+            # As bytes, since gloo does not know every dtype.
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=source, group=self.group)
+
+
+def _failed(rank: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"rank {rank} failed: {type(error).__name__}: {error}", where=f"rank {rank}", do="see its traceback"
+    )
+
+
+_accord: tuple[object, Accord] | None = None  # of which default group
+
+
+def accord_of(pm: Holder) -> Accord:
+    """The accord of the world that this module is in. The first call makes it and must be made by all ranks."""
+    global _accord
+    default = dist.group.WORLD
+    if _accord is None or _accord[0] is not default:
+        _accord = (default, Accord())
+    return _accord[1]

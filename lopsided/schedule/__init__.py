@@ -1,0 +1,1 @@
+"""What every device does in a step, and what that costs: seconds, bytes, time lines."""

@@ -1,0 +1,454 @@
+"""What a device has to hold: parameters, gradients, optimizer state, saved activations, gathered copies.
+
+In: a `Program` and an `Optimizer`. Out: `Holding`s, bytes that are either whole on every device or cut like an index;
+`bytes_per_kind` adds them up for given shares.
+
+    stored parameter            bytes · (1 + 1 if trained + state of the optimizer)        `stored`
+    saved for backward          what `Node.saved` names, in the placement of the copy that
+                                the step uses; what the op makes for itself scales as the
+                                rule cuts                                                  `_saved`
+                                of a checkpointed region what it takes from outside, and   `_taken`
+    recomputed                  the rest of what its steps save, while it runs backward:
+                                of one region at a time                                    `_working`
+    gathered copies             of parameters: all of them until the backward pass, or,
+                                regathered, the largest two at once; of a checkpointed
+                                region all, but of one region at a time                    `_gathered`
+    waiting                     gradients of gathered parameters, whole, until a bucket of
+                                them is full                                               `_waiting`
+    working                     of the largest step: operands and results that are not
+                                held anyway, and their gradients                           `_working`
+
+Recomputed and working bytes are those of the region and step that have most of both together.
+
+Memory is counted once. A view is its operand's memory seen differently, and `I` and `R` are the same copy; so each
+(value, placement) of a program is followed to the copy whose memory it is (`_Copies`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy as twin
+from dataclasses import dataclass, replace
+
+from lopsided.cluster.cluster import Kind
+from lopsided.errors import DoesNotFitError
+from lopsided.ir.graph import DTYPES, Graph, Leaf, Node, Saved, signature
+from lopsided.ir.notation import Rule
+from lopsided.ir.placement import I, Placement, R
+from lopsided.ir.program import Program, Step
+from lopsided.ir.recompute import reruns
+from lopsided.ops.op import Call
+from lopsided.schedule.cost import Cut, Optimizer, Scale, collective_of, cut_of, rule_cut
+from lopsided.schedule.flops import work_of
+from lopsided.schedule.layout import BUCKET_BYTES, GATHERS_AT_ONCE
+
+USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "gathered", "waiting", "working")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Bytes of the whole tensor that a device holds: all of them, or the piece that `cut` gives it.
+
+    What waits does so while saved activations go: it has filled up when its part of `of` bytes is done with.
+    """
+
+    what: str
+    use: str  # one of USES
+    bytes: int
+    cut: Cut | None
+    of: int = 0
+
+
+def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer) -> tuple[Holding, ...]:
+    """A leaf from step to step: a parameter with its gradient and state, a buffer, or what is loaded of an input."""
+    size, cut, name = leaf.value.bytes, cut_of(placement, leaf.value.shape), leaf.value.name
+    if leaf.kind != "parameter":
+        return (Holding(name, "saved" if leaf.kind == "input" else "buffer", size, cut),)
+    held = [Holding(name, "parameter", size, cut)]
+    if leaf.value.grad:
+        held.append(Holding(name, "gradient", size, cut))
+        if optimizer.state:
+            held.append(Holding(name, "optimizer", optimizer.state * size, cut))
+    return tuple(held)
+
+
+def saved_by(graph: Graph, node: Node, rule: Rule) -> tuple[Holding, ...]:
+    """What one node keeps for its backward pass under a rule, seen by itself.
+
+    Named by the value whose memory it is. Several nodes may name the same (what, cut): it is held once. Parameters and
+    what is fixed are held anyway, and not named. A node of a checkpointed region keeps what it takes from outside.
+    """
+    sharing = _sharing(graph)
+    roots = sharing.roots
+    results = [value.name for value in node.results]
+    copies = [*zip(node.operands, rule.needs, strict=True), *zip(results, rule.gives, strict=True)]
+    anyway = {leaf.value.name for leaf in graph.parameters} | graph.fixed
+    outside = sharing.reruns.get(node.name)
+    kept = _kept(node).values if outside is None else tuple(node.operands[k] for k in outside)
+    found: dict[tuple[str, Cut | None], Holding] = {}
+    for name, placement in copies:
+        if name in kept and roots[name] not in anyway:
+            value = graph.values[name]
+            cut = cut_of(placement, value.shape)
+            found.setdefault((roots[name], cut), Holding(roots[name], "saved", value.bytes, cut))
+    return (*found.values(), *(_extra(graph, node, rule) if outside is None else ()))
+
+
+def holdings(
+    program: Program, optimizer: Optimizer, *, regather: bool = False, devices: int = 1
+) -> tuple[Holding, ...]:
+    """Everything a device holds when it holds most.
+
+    Which step works with most memory depends on how large pieces are: it is picked for `devices` equal shares.
+    """
+    copies = _Copies(program)
+    placed = dict(program.leaves)
+    found: list[Holding] = []
+    for leaf in program.graph.leaves:
+        found += stored(leaf, placed[leaf.value.name], optimizer)
+    found += _gathered(program, regather)
+    found += _waiting(program)
+    found += _saved(program, copies)
+    found += _working(program, copies, placed, 1 / devices)
+    return tuple(found)
+
+
+def bytes_per_kind(held: Sequence[Holding], scale: Scale) -> tuple[int, ...]:
+    """Bytes on the fullest device of each kind."""
+    kinds = range(len(scale.cluster.kinds))
+    saved = _added_up([h for h in held if h.use == "saved"], scale)
+    rest = _added_up([h for h in held if h.use not in ("saved", "waiting")], scale)
+    # Going backward, gradients gather in a bucket and activations go. Either there is most at the start, or when the
+    # bucket is full.
+    waiting = [h for h in held if h.use == "waiting"]
+    more = [sum(h.bytes * max(1 - saved[k] / h.of, 0.0) for h in waiting) for k in kinds]
+    return tuple(round(saved[k] + rest[k] + more[k]) for k in kinds)
+
+
+def _added_up(held: Sequence[Holding], scale: Scale) -> list[float]:
+    totals: dict[Cut | None, int] = {}
+    for holding in held:
+        totals[holding.cut] = totals.get(holding.cut, 0) + holding.bytes
+    parts = [(size, scale.fractions(cut)) for cut, size in totals.items()]
+    return [sum(size * fractions[k] for size, fractions in parts) for k in range(len(scale.cluster.kinds))]
+
+
+def _waiting(program: Program) -> Iterator[Holding]:
+    """Gradients of whole copies wait for each other, before they are summed and cut."""
+    trained = {leaf.value.name for leaf in program.graph.parameters if leaf.value.grad}
+    copies = (v for v, source, to in program.conversions() if v.name in trained and source.is_shard and to == R)
+    if size := sum(value.bytes for value in copies):
+        yield Holding("gradients in a bucket", "waiting", min(size, BUCKET_BYTES), None, size)
+
+
+# Whose memory it is
+
+_Copy = tuple[str, Placement]
+
+
+def _whole_alike(copy: _Copy) -> _Copy:
+    return (copy[0], I) if copy[1].is_whole else copy
+
+
+class _Copies:
+    """Follows every (value, placement) of a program to the copy whose memory it is."""
+
+    def __init__(self, program: Program) -> None:
+        self.values = program.graph.values
+        self.memory: dict[_Copy, _Copy] = {}
+        # Copies of parameters are counted where they are gathered.
+        parameters = {leaf.value.name for leaf in program.graph.parameters}
+        of_parameters = [(value.name, to) for value, _, to in program.conversions() if value.name in parameters]
+        self.held: set[_Copy] = {_whole_alike(copy) for copy in (*program.leaves, *of_parameters)}
+        views = _sharing(program.graph).views
+        for step in program.steps:
+            if step.node.name in views:
+                whose = self.of(step.node.operands[0], step.rule.needs[0])
+                for value, give in zip(step.node.results, step.rule.gives, strict=True):
+                    self.memory[_whole_alike((value.name, give))] = whose
+
+    def of(self, name: str, placement: Placement) -> _Copy:
+        copy = _whole_alike((name, placement))
+        return self.memory.get(copy, copy)
+
+    def hold(self, copy: _Copy) -> bool:
+        """Whether this is news."""
+        if copy in self.held:
+            return False
+        self.held.add(copy)
+        return True
+
+    def apart(self) -> _Copies:
+        """The same, with what is held from here on for itself."""
+        other = twin(self)
+        other.held = set(self.held)
+        return other
+
+    def holding(self, copy: _Copy, use: str) -> Holding:
+        value = self.values[copy[0]]
+        return Holding(value.name, use, value.bytes, cut_of(copy[1], value.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """Which values of a graph share memory: nodes whose results are views, and for each value whose memory it is.
+
+    And which nodes run again instead of keeping anything.
+    """
+
+    views: frozenset[str]
+    roots: Mapping[str, str]
+    reruns: Mapping[str, tuple[int, ...]]
+
+
+_SEEN: dict[int, tuple[weakref.ref[Graph], _Sharing]] = {}
+
+
+def _sharing(graph: Graph) -> _Sharing:
+    """Remembered for each graph that is alive."""
+    seen = _SEEN.get(id(graph))
+    if seen is not None and seen[0]() is graph:
+        return seen[1]
+    for number in [number for number, (graph_of, _) in _SEEN.items() if graph_of() is None]:
+        del _SEEN[number]
+    views = _views(graph)
+    roots = {leaf.value.name: leaf.value.name for leaf in graph.leaves}
+    for node in graph.nodes:
+        for value in node.results:
+            roots[value.name] = roots[node.operands[0]] if node.name in views else value.name
+    _SEEN[id(graph)] = (weakref.ref(graph), _Sharing(views, roots, reruns(graph)))
+    return _SEEN[id(graph)][1]
+
+
+def _views(graph: Graph) -> frozenset[str]:
+    known: dict[object, bool] = {}
+    found = set()
+    for node in graph.nodes:
+        key = signature(node, graph.values)
+        if key not in known:
+            call = Call(node, tuple(graph.values[name] for name in node.operands))
+            # Only a view launches nothing.
+            known[key] = bool(node.operands) and work_of(call).kernels[0] == 0
+        if known[key]:
+            found.add(node.name)
+    return frozenset(found)
+
+
+# What is held
+
+
+def _kept(node: Node) -> Saved:
+    """What a node keeps on the devices it is planned for.
+
+    Capture saw kernels of the CPU, and there attention with dropout keeps its scores, and dropout a mask of numbers.
+    Flash and memory-efficient attention keep operands, result, and a number a row; dropout on a GPU a mask of bytes.
+    """
+    if node.op.startswith("aten.dropout.") and node.saved.extra_bytes:
+        return replace(node.saved, extra_bytes=node.results[0].elements)
+    if node.saved == Saved() or not node.op.startswith("aten.scaled_dot_product_attention."):
+        return node.saved
+    out = node.results[0]
+    rows = out.elements // max(out.shape[-1], 1)
+    return Saved(tuple(dict.fromkeys((*node.operands, out.name))), 4 * rows)
+
+
+def _saved(program: Program, copies: _Copies) -> Iterator[Holding]:
+    again = _sharing(program.graph).reruns
+    for stretch in program.stretches():
+        if stretch[0].node.name in again:
+            yield from _taken(stretch, copies)
+        else:
+            yield from _saved_by_steps(program, stretch, copies, "saved")
+
+
+def _taken(stretch: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
+    """What a checkpointed region has from outside, in the placement it is there in: conversions are made again."""
+    inside: set[_Copy] = set()
+    for step in stretch:
+        for name, chain in zip(step.node.operands, step.chains, strict=True):
+            whose = copies.of(name, chain[0])
+            if (name, chain[0]) not in inside and copies.hold(whose):
+                yield copies.holding(whose, "saved")
+            inside.update((name, placement) for placement in chain)
+        inside.update((value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True))
+
+
+def _saved_by_steps(program: Program, steps: Sequence[Step], copies: _Copies, use: str) -> Iterator[Holding]:
+    for step in steps:
+        node, rule = step.node, step.rule
+        for name in _kept(node).values:
+            placements = [n for operand, n in zip(node.operands, rule.needs, strict=True) if operand == name]
+            placements += [g for value, g in zip(node.results, rule.gives, strict=True) if value.name == name]
+            for placement in placements:
+                whose = copies.of(name, placement)
+                if copies.hold(whose):
+                    yield copies.holding(whose, use)
+        yield from _extra(program.graph, node, rule, use)
+
+
+def _extra(graph: Graph, node: Node, rule: Rule, use: str = "saved") -> Iterator[Holding]:
+    """What an op makes for itself to keep (masks, statistics) scales with its pieces.
+
+    Under autocast it also keeps operands it has cast. Those of whole matrices stay whole.
+    """
+    extra = _kept(node).extra_bytes
+    if not extra:
+        return
+    _, _, under = node.context.autocast.partition(":")
+    whole = 0
+    if under in DTYPES:
+        for name, need in zip(node.operands, rule.needs, strict=True):
+            value = graph.values[name]
+            if not need.is_shard and len(value.shape) > 1 and value.torch_dtype.is_floating_point:
+                whole += value.elements * DTYPES[under].itemsize if value.dtype != under else 0
+    whole = min(whole, extra)
+    call = Call(node, tuple(graph.values[name] for name in node.operands))
+    cut = rule_cut(call, rule)
+    if whole and cut is not None:
+        yield Holding(f"{node.name} (its own)", use, whole, None)
+        extra -= whole
+    if extra:
+        yield Holding(f"{node.name} (its own)", use, extra, cut)
+
+
+def _gathered(program: Program, regather: bool) -> Iterator[Holding]:
+    """Copies of parameters that are no slice of what is stored.
+
+    Those that are gathered again are there a few at a time: for a checkpointed region together, until it has run
+    backward.
+    """
+    parameters = {leaf.value.name for leaf in program.graph.parameters}
+    region_of = _regions(program)
+    together: dict[object, list[Holding]] = {}
+    for value, source, to in program.conversions():
+        if value.name not in parameters or (source.is_whole and to.kind != "P"):
+            continue
+        holding = Holding(value.name, "gathered", value.bytes, cut_of(to, value.shape))
+        region = region_of.get((value.name, to))
+        if (regather or region) and collective_of(source, to) == "all_gather":
+            together.setdefault(region or holding, []).append(holding)
+        else:
+            yield holding
+    groups = sorted(together.values(), key=lambda group: -sum(holding.bytes for holding in group))
+    for group in groups[:1]:
+        yield from group
+    ahead = sorted((holding for group in groups[1:] for holding in group), key=lambda holding: -holding.bytes)
+    yield from ahead[: GATHERS_AT_ONCE - 1]
+
+
+def _regions(program: Program) -> dict[_Copy, int]:
+    """The copies of values that one checkpointed region uses and no other step, with its number."""
+    users: dict[_Copy, set[int]] = {}
+    again = _sharing(program.graph).reruns
+    for step in program.steps:
+        for copy in zip(step.node.operands, step.rule.needs, strict=True):
+            users.setdefault(copy, set()).add(step.node.context.recompute if step.node.name in again else 0)
+    return {copy: min(numbers) for copy, numbers in users.items() if len(numbers) == 1 and numbers != {0}}
+
+
+def _working(program: Program, copies: _Copies, placed: Mapping[str, Placement], even: float) -> tuple[Holding, ...]:
+    """Of the step that works with most, together with what its checkpointed region has recomputed."""
+    parameters = {leaf.value.name for leaf in program.graph.parameters}
+    sharing = _sharing(program.graph)
+    most = 0.0
+    found: tuple[Holding, ...] = ()
+    for stretch in program.stretches():
+        held = copies
+        again: tuple[Holding, ...] = ()
+        if stretch[0].node.name in sharing.reruns:
+            held = copies.apart()
+            again = tuple(_saved_by_steps(program, stretch, held, "recomputed"))
+        recomputed = sum(holding.bytes if holding.cut is None else holding.bytes * even for holding in again)
+        for step in stretch:
+            if step.node.name in sharing.views:
+                continue
+            parts: dict[Cut | None, int] = {}
+            for size, cut in _parts_at_work(step, held, placed, parameters):
+                parts[cut] = parts.get(cut, 0) + size
+            total = recomputed + sum(size if cut is None else size * even for cut, size in parts.items())
+            if total > most:
+                most = total
+                found = (*again, *(Holding(step.node.name, "working", size, cut) for cut, size in parts.items()))
+    return found
+
+
+def _parts_at_work(
+    step: Step, copies: _Copies, placed: Mapping[str, Placement], parameters: set[str]
+) -> Iterator[tuple[int, Cut | None]]:
+    values = copies.values
+    uses = list(dict.fromkeys(zip(step.node.operands, step.rule.needs, strict=True)))
+    made = [(value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True)]
+    seen: set[_Copy] = set()
+    for name, placement in (*uses, *made):
+        value = values[name]
+        copy = copies.of(name, placement)
+        if name not in parameters and copy not in copies.held and copy not in seen:
+            seen.add(copy)
+            held = copies.holding(copy, "working")
+            yield held.bytes, held.cut
+        # The gradient of a parameter that is used as it is stored is the one that is held.
+        if value.grad and not (name in parameters and _whole_alike((name, placement)) == (name, placed[name])):
+            yield value.bytes, cut_of(placement, value.shape)
+        if step.rule.how == "sfb" and placement.is_shard and value.torch_dtype.is_floating_point:
+            yield value.bytes, None
+
+
+# What does not fit
+
+
+def describe_excess(
+    held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None, *, what: str = "the program"
+) -> DoesNotFitError | None:
+    """What to say if a device does not have the memory: which, how much is missing, what takes it. None if all fits.
+
+    `limits` are the bytes that may be filled on each kind: all of a device's memory, unless given.
+    """
+    needed = bytes_per_kind(held, scale)
+    kinds = scale.cluster.kinds
+    room = [kind.memory_bytes for kind in kinds] if limits is None else limits
+    k = max(range(len(kinds)), key=lambda k: needed[k] - room[k])
+    kind, missing = kinds[k], needed[k] - room[k]
+    if missing <= 0:
+        return None
+    start = scale.cluster.spans[k][0]
+    by_use = dict.fromkeys(USES, 0.0)
+    by_name: dict[str, float] = {}
+    for holding in held:
+        size = holding.bytes * scale.fractions(holding.cut)[k]
+        by_use[holding.use] += size
+        by_name[holding.what] = by_name.get(holding.what, 0.0) + size
+    uses = [(use, size) for use, size in by_use.items() if size >= 1]
+    biggest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:5]
+    uses_of = {name: [h.use for h in held if h.what == name] for name, _ in biggest}
+    return DoesNotFitError(
+        f"{what} needs {_gib(needed[k])} on {scale.cluster.device_names[start]}{_more(kind)}, "
+        f"which has {_gib(kind.memory_bytes)}{_of_which(kind, room[k])}: {_gib(missing)} too much",
+        where=f"cluster {scale.cluster.name}",
+        uses=", ".join(f"{use} {_gib(size)}" for use, size in sorted(uses, key=lambda item: -item[1])),
+        biggest="; ".join(f"%{name} ({', '.join(dict.fromkeys(uses_of[name]))}) {_gib(s)}" for name, s in biggest),
+        do="use a smaller batch, an optimizer with less state, a narrower dtype, or more devices",
+    )
+
+
+def check_fits(
+    held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None, *, what: str = "the program"
+) -> None:
+    """Refuse what does not fit, in words."""
+    if (error := describe_excess(held, scale, limits, what=what)) is not None:
+        raise error
+
+
+def _more(kind: Kind) -> str:
+    return f" and {kind.devices - 1} like it" if kind.devices > 1 else ""
+
+
+def _of_which(kind: Kind, room: int) -> str:
+    return "" if room == kind.memory_bytes else f" ({_gib(room)} of it usable)"
+
+
+def _gib(size: float) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit / 10:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size:,.0f} B"

@@ -1,0 +1,1 @@
+"""Programs against one device: simulated, at random, and on real processes."""

@@ -1,0 +1,293 @@
+"""The proof of sameness on local processes, for anyone's model: programs given as texts, run for real.
+
+In: the MODEL of a command line and a plan, or shares. Out: `Claim`s, what was compared, the worst error and where.
+
+    jobs_of_plan    a step in float64 and a short training, by the plan
+    jobs_at_large   the same by the classics, and steps of random programs
+    prove           runs the jobs on a `Crew`
+    imagine         the step of a plan on imaginary devices, where there are too many for processes
+
+Texts travel to the processes, not objects: each builds the model itself, and takes rank 0's numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lopsided.capturing.capture_graph import flatten_batch
+from lopsided.capturing.retype import in_dtype
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster_file import parse_cluster
+from lopsided.comm.worker_pool import Crew
+from lopsided.comm.world import meet
+from lopsided.errors import ModelError, PlanError
+from lopsided.ir.dtypes import TOLERANCE, in_float64
+from lopsided.ir.graph import DTYPES, Graph
+from lopsided.ir.graph_text import parse_graph
+from lopsided.ir.placement import Shares
+from lopsided.ir.program import Program, one_device, parse_program
+from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.baselines import STATE, data_parallel, stored_cut
+from lopsided.planner.plan_data import Breakdown, Plan, SearchReport
+from lopsided.planner.plan_file import load_plan
+from lopsided.planner.search_cost import SharePrices
+from lopsided.runtime.differences import differences
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.verification.random_programs import random_program, random_shares
+from lopsided.verification.sameness import compare_step, compare_training, in_wide
+from lopsided.verification.simulator import simulate
+from lopsided.verification.verifier import compare
+
+STEPS = 20
+CURVE_TOLERANCE = {"f64": 1e-7, "f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}
+"""How far, relatively, the losses of a short training may be from one device's: some tens of roundings in half
+precision, where sums in another order round to other numbers, and more where training magnifies them."""
+
+
+Built = tuple[nn.Module, dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model as every process can build it."""
+
+    spec: str
+    batch: int | None
+    seed: int
+    dtype: str  # of its parameters; "" for its own
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A program and its shares, in texts and numbers: what can be sent to another process."""
+
+    what: str
+    subject: Subject
+    graph: str
+    program: str
+    shares: Shares
+    regather: bool
+    cluster: str
+    namespaces: tuple[str, ...]
+    trains: bool  # STEPS steps in its own dtype, or one in float64
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What was compared with one device, how far it is off at most, and where."""
+
+    what: str
+    error: float
+    where: str
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.tolerance
+
+
+# What is to be run
+
+
+def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
+    """The plan in a file, refused unless it is one for the captured graph, in its own dtype or another."""
+    plan = load_plan(file, namespaces=_namespaces(graph))
+    differs = differences(plan.graph, graph)
+    dtype = _dtype_of(plan.graph)
+    if differs and dtype != _dtype_of(graph) and plan.graph.fingerprint == in_dtype(graph, dtype).fingerprint:
+        return replace(subject, dtype=dtype), plan
+    if differs:
+        raise PlanError(
+            "the plan belongs to another model or batch: " + "; ".join(differs),
+            where=file,
+            do="give the model and batch that were planned (--batch), or plan these with `lopsided plan`",
+        )
+    return subject, plan
+
+
+def jobs_of_plan(subject: Subject, plan: Plan) -> list[Job]:
+    return _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
+
+
+def jobs_at_large(
+    subject: Subject, graph: Graph, shares: Sequence[float] | None, processes: int, programs: int
+) -> list[Job]:
+    """The classics, and random programs, every second with the given shares."""
+    book, where = derive_rules(graph), _alike(processes)
+    state = random.Random(subject.seed)
+    first = tuple(shares) if shares is not None else random_shares(processes, state)
+    fractions = Shares(first, ((STATE, random_shares(processes, state)),))
+    prices = SharePrices(Costs(graph, where, optimizer_named("adamw")), Scale(where, fractions))
+    plain = data_parallel(book, prices)
+    cut = stored_cut(plain)
+    jobs = [
+        *_both("data parallel", subject, plain, fractions, False, where),
+        *_both("ZeRO", subject, cut, fractions, False, where),
+        *_both("ZeRO, gathered again", subject, cut, fractions, True, where),
+    ]
+    for k in range(programs):
+        own = fractions if k % 2 == 0 else Shares(random_shares(processes, state))
+        jobs.append(
+            _step(
+                f"{programs} random program{'s' if programs > 1 else ''}",
+                subject,
+                random_program(book, state),
+                own,
+                k % 4 > 1,
+                where,
+            )
+        )
+    return jobs
+
+
+def _both(what: str, subject: Subject, program: Program, shares: Shares, regather: bool, where: Cluster) -> list[Job]:
+    step = _step(what, subject, program, shares, regather, where)
+    dtype = subject.dtype or _dtype_of(program.graph)
+    training = f"{what}: {STEPS} AdamW steps in {_in_full(dtype)}"
+    return [step, replace(step, what=training, trains=True, tolerance=CURVE_TOLERANCE.get(dtype, 1e-4))]
+
+
+def _step(what: str, subject: Subject, program: Program, shares: Shares, regather: bool, where: Cluster) -> Job:
+    graph = program.graph
+    return Job(
+        f"{what}: a step in float64",
+        subject,
+        graph.text(),
+        str(program),
+        shares,
+        regather,
+        where.text(),
+        _namespaces(graph),
+        False,
+        TOLERANCE,
+    )
+
+
+def _alike(devices: int) -> Cluster:
+    kind = Kind("cpu", "here", 1, devices, (("f32", 1e10),), 1e10, 2**34, 1e-6)
+    return Cluster("here", "", (kind,), Link(1e-5, 1e9), Link(1e-4, 1e9))
+
+
+def _namespaces(graph: Graph) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(node.op.partition(".")[0] for node in graph.nodes))
+
+
+def _dtype_of(graph: Graph) -> str:
+    """The narrowest of the parameters: what decides how far roundings go."""
+    found = [leaf.value.dtype for leaf in graph.parameters if leaf.value.torch_dtype.is_floating_point]
+    return max(found, key=lambda dtype: torch.finfo(DTYPES[dtype]).eps, default="f32")
+
+
+def _in_full(dtype: str) -> str:
+    return str(DTYPES[dtype]).removeprefix("torch.")
+
+
+def check_memory(graph: Graph, processes: int) -> None:
+    """Refuse before the machine does: every process holds the model in float64 and computes all of one device."""
+    needed = 2 * processes * sum(value.bytes for value in in_float64(graph).values.values())
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > has:
+        raise ModelError(
+            f"running this model in float64 on {processes} processes may take {needed / 1e9:.0f} GB, and this machine "
+            f"has {has / 1e9:.0f} GB",
+            do="choose a smaller batch or smaller sizes, and plan them; rules do not depend on size",
+        )
+
+
+# Running it
+
+
+def imagine(subject: Subject, plan: Plan) -> Claim:
+    """A step by the plan on imaginary devices, in this process."""
+    wide = in_wide(plan)
+    model, batch = _cast(*_loaded(subject), "f64")
+    expected = simulate(one_device(wide.graph), model, batch, (1.0,), seed=subject.seed)
+    error, where = compare(simulate(wide.program, model, batch, wide.shares, seed=subject.seed), expected)
+    return Claim("the plan: a step in float64", error, where, TOLERANCE)
+
+
+def prove(crew: Crew, jobs: Sequence[Job], progress: Callable[[], None] = lambda: None) -> list[Claim]:
+    """A claim for each job, those of one name together in one: the worst."""
+    found: dict[str, Claim] = {}
+    for job in jobs:
+        for rank, (error, where) in enumerate(crew.run(compared, job)):
+            claim = Claim(job.what, error, f"{where}, rank {rank}", job.tolerance)
+            if job.what not in found or not claim.error <= found[job.what].error:
+                found[job.what] = claim
+        progress()
+    return list(found.values())
+
+
+def compared(job: Job) -> tuple[float, str]:
+    """In a worker: the worst error as this process sees it, and where."""
+    plan = _parsed(job)
+    model, batch = _built(job.subject)
+    world = meet(plan, device=torch.device("cpu"))
+    if not job.trains:
+        step = compare_step(model, batch, plan, world, seed=job.subject.seed)
+        return step.error, step.where
+    training = compare_training(model, batch, plan, world, steps=STEPS, seed=job.subject.seed)
+    errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(training.curve, training.expected, strict=True)]
+    worst = max(range(len(errors)), key=errors.__getitem__, default=-1)
+    ended = f" ({len(errors)} compared: then that of one device is no number)" if len(errors) < STEPS else ""
+    return (errors[worst] if errors else math.inf), f"loss of step {worst + 1}{ended}"
+
+
+@lru_cache(maxsize=1)
+def _graph(text: str, namespaces: tuple[str, ...]) -> Graph:
+    return parse_graph(text, namespaces=namespaces)
+
+
+def _parsed(job: Job) -> Plan:
+    """A plan around the program; what it would predict is of no interest here."""
+    program = parse_program(job.program, _graph(job.graph, job.namespaces))
+    where = parse_cluster(job.cluster)
+    nothing = Breakdown(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    report = SearchReport(0.0, 0, 0.0, 0.0, 0.0, "", 0, ())
+    memory = (0,) * len(job.shares)
+    return Plan(where, where, program, job.shares, "adamw", job.regather, 0.0, nothing, memory, (), report, (), ())
+
+
+@lru_cache(maxsize=1)
+def _built(subject: Subject) -> Built:
+    """The model and the batch, the same on every process whatever its function draws its numbers from."""
+    model, batch = _loaded(subject)
+    tensors, rebuild = flatten_batch(batch)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers(), *tensors.values()):
+            _take_from_rank_0(tensor)
+    return model, rebuild(list(tensors.values()))[1]
+
+
+def _loaded(subject: Subject) -> Built:
+    torch.manual_seed(subject.seed)
+    model, batch = load(subject.spec, batch=subject.batch)
+    return _cast(model, batch, subject.dtype) if subject.dtype else (model, batch)
+
+
+def _cast(model: nn.Module, batch: dict[str, object], dtype: str) -> Built:
+    tensors, rebuild = flatten_batch(batch)
+    to = DTYPES[dtype]
+    inputs = [tensor.to(to) if tensor.dtype.is_floating_point else tensor for tensor in tensors.values()]
+    return model.to(to), rebuild(inputs)[1]
+
+
+def _take_from_rank_0(tensor: Tensor) -> None:
+    if not tensor.numel():
+        return
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    dist.broadcast(flat, 0)
+    theirs = flat.view(tensor.dtype).reshape(tensor.shape)
+    if not torch.equal(theirs, tensor):
+        tensor.copy_(theirs)

@@ -1,0 +1,260 @@
+"""Proof by trial: random programs on unequal imaginary devices against one device, in float64.
+
+In: a model, a batch, shares. Out: `Verification` — the worst relative error over loss, gradients and buffers, the worst
+program, and how often every placement and conversion was used. First the captured graph is compared with the model
+itself, then every program with the graph on one device.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lopsided.capturing.capture_graph import LossFn, check_model, flatten_batch, loss_of, trace, without_unused
+from lopsided.capturing.saved_tensors import record_saved
+from lopsided.errors import ModelError
+from lopsided.ir.dtypes import TOLERANCE, in_float64
+from lopsided.ir.graph import Graph
+from lopsided.ir.notation import Rule
+from lopsided.ir.op_call import call_op, surroundings
+from lopsided.ir.placement import check_shares
+from lopsided.ir.program import Program, check_program, one_device
+from lopsided.ops.derive import derive_rules
+from lopsided.ops.trial import relative_error
+from lopsided.verification.random_programs import random_program, random_shares
+from lopsided.verification.simulator import Simulation, simulate, tensors_of
+
+_LARGE = 2_000_000  # parameters, from which on memory is looked at before anything is run
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One program, its shares, and the worst of its errors with where it was."""
+
+    program: Program
+    shares: tuple[float, ...]
+    error: float
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The outcome of a verification."""
+
+    graph: Graph
+    capture_error: float
+    capture_tolerance: float
+    trials: tuple[Trial, ...]
+    placements: Mapping[str, int]
+    conversions: Mapping[str, int]
+    rules: Mapping[str, int]
+    by_experiment: tuple[str, ...]
+
+    @property
+    def worst(self) -> Trial:
+        return max(self.trials, key=lambda trial: trial.error)
+
+    @property
+    def passed(self) -> bool:
+        return self.capture_error <= self.capture_tolerance and all(trial.error <= TOLERANCE for trial in self.trials)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def verify(
+    model: nn.Module,
+    batch: object,
+    *,
+    shares: Sequence[float] | None = None,
+    devices: int = 3,
+    programs: int = 50,
+    seed: int = 0,
+    loss_fn: LossFn | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Verification:
+    """Run random programs of `model` and compare. Every second one has the given shares, the others random ones."""
+    first = check_shares(shares) if shares is not None else None
+    check_model(model, loss_fn)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("no parameter of the model requires a gradient", do="train at least one parameter")
+    if sum(p.numel() for p in model.parameters()) > _LARGE:
+        _check_memory(in_float64(trace(model, batch, loss_fn=loss_fn)), len(first or ()) or devices)
+    model64, batch64 = _copy(model).double(), _double(batch)
+    try:
+        _run_model(model64, batch64, loss_fn)
+    except Exception:
+        # A model may insist on a dtype. The graph is widened all the same; only the model itself stays as it is. One
+        # that does not run at all is refused below, with its line.
+        model64, batch64 = model, batch
+    traced = record_saved(trace(model64, batch64, loss_fn=loss_fn))
+    graph = without_unused(traced)
+    capture_error = _capture_error(traced, model64, batch64, loss_fn, seed)
+    wide = in_float64(graph)
+    book = derive_rules(wide)
+    reference = simulate(one_device(wide), model64, batch64, (1.0,), seed=seed)
+    _check_finite(reference)
+    state = random.Random(seed)
+    used: dict[str, Counter[str]] = {"placements": Counter(), "conversions": Counter(), "rules": Counter()}
+    trials = []
+    for k in range(programs):
+        program = random_program(book, state)
+        check_program(program, book)
+        fractions = first if first is not None and k % 2 == 0 else random_shares(len(first or ()) or devices, state)
+        found = simulate(program, model64, batch64, fractions, seed=seed)
+        error, where = compare(found, reference)
+        trials.append(Trial(program, fractions, error, where))
+        _count(program, used)
+        progress(k + 1)
+    ops = tuple(dict.fromkeys(node.op for node in book.by_experiment))
+    # A model that insists on float32 is compared in float32: the same kernels in the same order, so still close.
+    tolerance = TOLERANCE if model64 is not model else 1e-5
+    return Verification(
+        graph,
+        capture_error,
+        tolerance,
+        tuple(trials),
+        used["placements"],
+        used["conversions"],
+        used["rules"],
+        ops,
+    )
+
+
+def _count(program: Program, used: dict[str, Counter[str]]) -> None:
+    for step in program.steps:
+        used["rules"][step.rule.how] += 1
+        used["placements"].update(give.kind for give in step.rule.gives)
+    used["placements"].update(placement.kind for _, placement in program.leaves)
+    for _, source, to in program.conversions():
+        name = f"{source.kind}→{to.kind}" + ("'" if source.is_shard and to.is_shard else "")
+        used["conversions"][name] += 1
+
+
+def suspects(result: Verification) -> list[tuple[str, Rule, int, int]]:
+    """Rules that programs which differ have and others have not: op, rule, and how many programs of each kind."""
+    failing: Counter[tuple[str, Rule]] = Counter()
+    others: Counter[tuple[str, Rule]] = Counter()
+    for trial in result.trials:
+        used = {(step.node.op, step.rule) for step in trial.program.steps}
+        (others if trial.error <= TOLERANCE else failing).update(used)
+    ranked = sorted(failing, key=lambda pair: (others[pair] - failing[pair], str(pair)))
+    return [(op, rule, failing[op, rule], others[op, rule]) for op, rule in ranked]
+
+
+def compare(found: Simulation, expected: Simulation) -> tuple[float, str]:
+    """The worst relative error, and what has it."""
+    errors = [
+        (relative_error(found.loss, expected.loss), "loss"),
+        (found.spread, "replicas that should be equal"),
+    ]
+    # A gradient that is nothing but rounding (a key's bias under softmax) is measured against the largest there is.
+    largest = max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
+    for name, gradient in expected.gradients.items():
+        errors.append((relative_error(found.gradients[name], gradient, largest * 1e-5), f"gradient of {name}"))
+    largest = max((b.abs().max().item() for b in expected.buffers.values() if b.dtype.is_floating_point), default=1.0)
+    for name, buffer in expected.buffers.items():
+        errors.append((relative_error(found.buffers[name], buffer, largest * 1e-5), f"buffer {name}"))
+    return max(errors, key=lambda pair: pair[0])
+
+
+def _check_memory(graph: Graph, devices: int) -> None:
+    """Refuse before the machine does: every imaginary device may hold every value, and its gradient."""
+    needed = 2 * devices * sum(value.bytes for value in graph.values.values())
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > has:
+        raise ModelError(
+            f"verifying this model in float64 on {devices} imaginary devices may take {needed / 1e9:.0f} GB, "
+            f"and this machine has {has / 1e9:.0f} GB",
+            do="choose a smaller batch (--batch) or smaller sizes; rules do not depend on size",
+        )
+
+
+def _check_finite(reference: Simulation) -> None:
+    """Nothing can be compared with a number that is none."""
+    named = {"loss": reference.loss, **{f"gradient of {name}": g for name, g in reference.gradients.items()}}
+    for name, tensor in named.items():
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(
+                f"the {name} is not finite on one device, so there is nothing to compare with",
+                do="give a batch on which the model computes finite numbers",
+            )
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ModelError(
+            f"{model._get_name()} cannot be copied: {error}",
+            do="keep locks, files and computed tensors out of the module; use parametrizations for weight norm",
+        ) from error
+
+
+def _double(batch: object) -> object:
+    tensors, rebuild = flatten_batch(batch)
+    wide = [t.double() if t.dtype.is_floating_point else t.clone() for t in tensors.values()]
+    args, kwargs = rebuild(wide)
+    return kwargs if isinstance(batch, Mapping) else args if isinstance(batch, tuple | list) else args[0]
+
+
+def _run_model(model: nn.Module, batch: object, loss_fn: LossFn | None) -> tuple[nn.Module, Tensor]:
+    """A copy of the model after one forward and backward pass, and its loss."""
+    tensors, rebuild = flatten_batch(batch)
+    args, kwargs = rebuild(list(tensors.values()))
+    eager = _copy(model)
+    cached = torch.is_autocast_cache_enabled()
+    try:
+        # With its cache, autocast adds up a weight's gradients in the small dtype.
+        torch.set_autocast_cache_enabled(False)
+        loss = loss_of(eager(*args, **kwargs), batch, loss_fn)
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+    loss.backward()
+    return eager, loss
+
+
+def _capture_error(graph: Graph, model: nn.Module, batch: object, loss_fn: LossFn | None, seed: int) -> float:
+    """How far the captured graph, run op by op in the model's order, is from the model itself."""
+    torch.manual_seed(seed)
+    try:
+        eager, loss = _run_model(model, batch, loss_fn)
+    except Exception as error:
+        raise ModelError(
+            f"{model._get_name()} is captured, but does not run: {type(error).__name__}: {error}",
+            do="make model(**batch) and its backward pass run first",
+        ) from error
+    values: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(graph, model, batch).items():
+        values[name] = tensor.clone().requires_grad_(graph.values[name].grad)
+    leaves = dict(values)
+    where = next((value.device for value in values.values()), torch.device("cpu"))
+    torch.manual_seed(seed)
+    for node in graph.nodes:
+        with surroundings(node.context):
+            made = call_op(node, [values[name] for name in node.operands], where)
+        for value, tensor in zip(node.results, made if isinstance(made, tuple | list) else [made], strict=True):
+            values[value.name] = tensor
+    if values[graph.loss].requires_grad:
+        values[graph.loss].backward()
+    found, expected = {}, {}
+    for leaf in graph.parameters:
+        if leaf.value.grad:
+            parameter = eager.get_parameter(leaf.target)
+            zero = torch.zeros_like(parameter)
+            expected[leaf.target] = zero if parameter.grad is None else parameter.grad
+            gradient = leaves[leaf.value.name].grad
+            found[leaf.target] = zero if gradient is None else gradient
+    buffers = {buffer: values[name].detach() for buffer, name in graph.updates}
+    after = {buffer: eager.get_buffer(buffer) for buffer, _ in graph.updates}
+    worst, _ = compare(
+        Simulation(values[graph.loss].detach().reshape(()), found, buffers, 0.0),
+        Simulation(loss.detach().reshape(()), expected, after, 0.0),
+    )
+    return worst
