@@ -39,7 +39,7 @@ from lopsided.planner.baselines import data_parallel
 from lopsided.planner.candidates import Limits
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.planner import plan_graph, stores_of
-from lopsided.planner.proposals import Workshop
+from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search import Found, search
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, conversion, optimizer_named
@@ -362,7 +362,7 @@ def uncut(book: RuleBook, cluster: Cluster, optimizer: str) -> int:
 def ideal_s(book: RuleBook, cluster: Cluster, optimizer: str) -> float:
     """All work divided at will over all devices and nothing sent: no strategy is predicted faster."""
     limits = Limits(lambda leaf: (), lambda node, rule: True)
-    return Workshop(book.graph, book, optimizer_named(optimizer), limits, lambda _: None).ideal_s(cluster)
+    return CandidatePool(book.graph, book, optimizer_named(optimizer), limits, lambda _: None).ideal_s(cluster)
 
 
 CLASSICS = ("dp-ev", "dp-cp", "fsdp", "tensor", "single")

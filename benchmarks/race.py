@@ -40,7 +40,7 @@ from lopsided.comm.world import begin
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, plan_text
 from lopsided.profiling.measure import take_measurement
-from lopsided.runtime.autotune import Trial, quickest
+from lopsided.runtime.autotune import TriedPlan, quickest
 
 SCRIPT = Path(__file__).resolve()
 AT_HAND_BYTES = 3 * 2**30
@@ -126,7 +126,7 @@ def try_ranks(folder: Path) -> None:
     _leave()
 
 
-def _told(trial: Trial, chosen: Plan) -> dict[str, Any]:
+def _told(trial: TriedPlan, chosen: Plan) -> dict[str, Any]:
     plan, seconds = trial.plan, trial.seconds
     return {
         "predicted_s": plan.step_s,

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from lopsided import capture, derive_rules, parallelize
 from lopsided.cluster.cluster import Cluster, Kind, Link
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import RankError
 from lopsided.ir.placement import Shares
 from lopsided.ir.program import Program, one_device
@@ -279,7 +279,7 @@ def _peak(events: Sequence[dict[str, Any]]) -> int:
 
 def raced(case: Case, rounds: int, cuda: bool) -> dict[str, Any]:
     plan, peer = plan_for(case, cuda), PEERS[case.kind]
-    with Crew(case.devices, timeout_s=TIMEOUT_S) as crew:
+    with WorkerPool(case.devices, timeout_s=TIMEOUT_S) as crew:
         told = crew.run(race, case, plan_text(plan), "cuda:0" if cuda else "cpu", rounds)
     # A step takes as long as its slowest process; processor seconds add up.
     seconds = {n: [max(rank[n][k][0] for rank in told) / case.steps for k in range(rounds)] for n in (peer, OURS)}
@@ -314,7 +314,7 @@ def _middle_half(values: Sequence[float]) -> tuple[float, float]:
 
 def weighed(case: Case, cuda: bool) -> dict[str, Any]:
     plan = plan_for(case, cuda)
-    with Crew(case.devices, timeout_s=TIMEOUT_S) as crew:
+    with WorkerPool(case.devices, timeout_s=TIMEOUT_S) as crew:
         held = crew.run(most_held, case, plan_text(plan), "cuda:0" if cuda else "cpu")
     # Devices the plan does not use hold nothing worth counting.
     rows = [(m, p) for m, p in zip(held, plan.memory_bytes, strict=False)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from lopsided.cluster.cluster import Cluster, Kind, Link
-from lopsided.cluster.collectives import Network, Way
+from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.ir.placement import Shares
 from lopsided.planner.balance import Balance, balance
 from lopsided.schedule import timeline
@@ -19,8 +19,8 @@ from lopsided.schedule.memory import Holding
 
 GB = 10**9
 ROWS: Cut = ("", 10_000)
-PADDED = Way("any", "padded", 1e-3, 0.0, 1e-9)
-GROUPED = Way("any", "grouped", 1e-3, 1e-9, 0.0)
+PADDED = Algorithm("any", "padded", 1e-3, 0.0, 1e-9)
+GROUPED = Algorithm("any", "grouped", 1e-3, 1e-9, 0.0)
 
 
 def cluster_of(*counts: int, memory: Sequence[int] = ()) -> Cluster:
@@ -36,9 +36,9 @@ def cluster_of(*counts: int, memory: Sequence[int] = ()) -> Cluster:
 class OneWay(Network):
     """A network that carries everything out in one way, so that the step is convex in the shares."""
 
-    way: Way = PADDED
+    way: Algorithm = PADDED
 
-    def best(self, collective: str, whole_bytes: float, largest: float = 1.0) -> Way:
+    def best(self, collective: str, whole_bytes: float, largest: float = 1.0) -> Algorithm:
         return self.way
 
 
@@ -73,7 +73,7 @@ def per_device(cluster: Cluster, *shares: Sequence[float], names: Sequence[str] 
     return Shares(expanded[0], tuple(zip(names[1:], expanded[1:], strict=True)))
 
 
-def solve(schedule: Schedule, cluster: Cluster, way: Way = PADDED, held: Sequence[Holding] = ()) -> Balance:
+def solve(schedule: Schedule, cluster: Cluster, way: Algorithm = PADDED, held: Sequence[Holding] = ()) -> Balance:
     return balance(schedule, held, cluster, OneWay(cluster, way), reference=equal(cluster))
 
 
@@ -131,7 +131,7 @@ def schedules(draw: st.DrawFn, kinds: int) -> Schedule:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Cluster, Schedule, Way]:
+def cases(draw: st.DrawFn) -> tuple[Cluster, Schedule, Algorithm]:
     counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    way = draw(st.sampled_from((PADDED, GROUPED, Way("any", "both", 1e-4, 2e-9, 5e-10))))
+    way = draw(st.sampled_from((PADDED, GROUPED, Algorithm("any", "both", 1e-4, 2e-9, 5e-10))))
     return cluster_of(*counts), draw(schedules(len(counts))), way

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lopsided.cluster.cluster import MEASURABLE, Cluster, Kind, Link
 from lopsided.cluster.cluster_file import load_cluster, preset_names
-from lopsided.cluster.collectives import COLLECTIVES, GROUPED, Network, Way
+from lopsided.cluster.collectives import COLLECTIVES, GROUPED, Algorithm, Network
 from lopsided.errors import ClusterError
 
 WITHIN, BETWEEN = Link(1e-5, 1e10), Link(5e-5, 1e9)
@@ -21,7 +21,7 @@ def cluster(nodes: int, count: int, within: Link = WITHIN, between: Link = BETWE
     return Cluster("c", "", (kind,), within, between)
 
 
-def way(network: Network, collective: str, implementation: str) -> Way:
+def way(network: Network, collective: str, implementation: str) -> Algorithm:
     return next(way for way in network.ways(collective) if way.implementation == implementation)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lopsided.cluster.cluster import Cluster, Kind, Link
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.planner.ablation import ADDITIONS, HAP
 from lopsided.planner.plan_file import save_plan
 
@@ -85,7 +85,7 @@ def test_everyone_trains_the_same_model(subject: contestants.Subject, tmp_path: 
         *({"name": name, "way": "plan", "plan": path} for name, path in paths.items()),
     ]
     told = {"name": subject.name, "spec": subject.spec, "sums": subject.sums}
-    with Crew(2) as crew:
+    with WorkerPool(2) as crew:
         both = crew.run(trained, str(BENCHMARKS), told, entries, 3)
     assert both[0] == both[1]
     wanted = both[0]["alone"]
@@ -95,7 +95,7 @@ def test_everyone_trains_the_same_model(subject: contestants.Subject, tmp_path: 
 
 
 def test_a_contestant_that_cannot_be_there_says_why() -> None:
-    with Crew(2) as crew:
+    with WorkerPool(2) as crew:
         entries = [{"name": "nobody", "way": "plan", "plan": "/nowhere.json"}]
         told = crew.run(trained, str(BENCHMARKS), {"name": "gpt2", "spec": MEAN.spec}, entries, 1)
     assert "no such file" in told[0]["nobody"]

@@ -34,7 +34,7 @@ from lopsided.planner.plan_file import load_plan, save_plan
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named
-from lopsided.schedule.critical_path import Load, Walk
+from lopsided.schedule.critical_path import CriticalPath, FoldedStep
 from lopsided.schedule.layout import Compute, Item, lay_out, regathered
 from lopsided.schedule.memory import bytes_per_kind, holdings, saved_by
 from lopsided.verification.random_programs import random_program, random_shares
@@ -309,8 +309,8 @@ def test_prices_timeline_and_walk_agree(seed: int) -> None:
     program = random_program(derive_rules(graph), rng)
     costs, scale = Costs(graph, on, SGD), Scale(on, random_shares(on.devices, rng))
     schedule = lay_out(program, costs, regather=rng.random() < 0.5)
-    load, ran = Load(schedule, costs.network), timeline.run(schedule, costs.network, scale)
-    assert Walk(load, scale, load.ways(costs.network, scale)).step_s == pytest.approx(ran.step_s, rel=1e-9)
+    load, ran = FoldedStep(schedule, costs.network), timeline.run(schedule, costs.network, scale)
+    assert CriticalPath(load, scale, load.ways(costs.network, scale)).step_s == pytest.approx(ran.step_s, rel=1e-9)
     prices = SharePrices(costs, scale)
     computed = sum(prices.rule(step.node, step.rule) for step in program.steps)
     assert max(ran.compute_s) <= computed * (1 + 1e-9)

@@ -25,7 +25,7 @@ from schedules_by_hand import (
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.cluster.collectives import Network, Way
+from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.placement import cut
 from lopsided.planner.balance import balance
@@ -37,7 +37,7 @@ from lopsided.schedule.memory import Holding, bytes_per_kind
 
 
 @given(cases())
-def test_the_step_in_whole_units_is_the_timelines(case: tuple[Cluster, Schedule, Way]) -> None:
+def test_the_step_in_whole_units_is_the_timelines(case: tuple[Cluster, Schedule, Algorithm]) -> None:
     cluster, schedule, _ = case
     network = Network(cluster)  # with all its ways
     found = balance(schedule, (), cluster, network, reference=equal(cluster))
@@ -48,7 +48,7 @@ def test_the_step_in_whole_units_is_the_timelines(case: tuple[Cluster, Schedule,
 
 
 @given(cases())
-def test_whole_units_are_never_worse_than_the_nearest(case: tuple[Cluster, Schedule, Way]) -> None:
+def test_whole_units_are_never_worse_than_the_nearest(case: tuple[Cluster, Schedule, Algorithm]) -> None:
     cluster, schedule, way = case
     network = OneWay(cluster, way)
     found = solve(schedule, cluster, way)

@@ -32,7 +32,7 @@ from schedules_by_hand import (
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.cluster.collectives import Network, Way
+from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.errors import DoesNotFitError, LopsidedError, SharesError
 from lopsided.planner.balance import balance
 from lopsided.schedule.layout import Schedule
@@ -40,7 +40,7 @@ from lopsided.schedule.memory import Holding
 
 
 @given(cases(), st.integers(0, 10**6))
-def test_no_other_point_is_faster(case: tuple[Cluster, Schedule, Way], seed: int) -> None:
+def test_no_other_point_is_faster(case: tuple[Cluster, Schedule, Algorithm], seed: int) -> None:
     cluster, schedule, way = case
     network, rng = OneWay(cluster, way), random.Random(seed)
     found = balance(schedule, (), cluster, network, reference=equal(cluster), names=NAMES)
@@ -58,7 +58,9 @@ def test_no_other_point_is_faster(case: tuple[Cluster, Schedule, Way], seed: int
 
 
 @given(cases(), st.integers(0, 10**6), st.lists(st.integers(2, 16), min_size=3, max_size=3))
-def test_no_other_point_that_fits_is_faster(case: tuple[Cluster, Schedule, Way], seed: int, memory: list[int]) -> None:
+def test_no_other_point_that_fits_is_faster(
+    case: tuple[Cluster, Schedule, Algorithm], seed: int, memory: list[int]
+) -> None:
     cluster, schedule, way = case
     network, rng = OneWay(cluster, way), random.Random(seed)
     limits = [size * GB for size in memory[: len(cluster.kinds)]]
@@ -202,8 +204,8 @@ def test_the_cheaper_way_at_the_answer_is_taken() -> None:
 
     @dataclass(frozen=True)
     class Two(Network):
-        def best(self, collective: str, whole_bytes: float, largest: float = 1.0) -> Way:
-            ways = (Way("any", "padded", 0.0, 0.0, 1e-9), Way("any", "grouped", 0.0, 1.2e-9, 0.0))
+        def best(self, collective: str, whole_bytes: float, largest: float = 1.0) -> Algorithm:
+            ways = (Algorithm("any", "padded", 0.0, 0.0, 1e-9), Algorithm("any", "grouped", 0.0, 1.2e-9, 0.0))
             return min(ways, key=lambda way: way.seconds(whole_bytes, largest))
 
     cluster = cluster_of(1, 3)

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from schedules_by_hand import NAMES, PADDED, ROWS, cases, cluster_of, per_device, random_point, schedule_of, sent, work
 
 from lopsided.cluster.cluster import Cluster
-from lopsided.cluster.collectives import Network, Way
+from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Scale
-from lopsided.schedule.critical_path import Load, Memory, Path, Point, Sizes, Walk
+from lopsided.schedule.critical_path import CriticalPath, FoldedStep, FractionalShares, MemoryRows, Path, Sizes
 from lopsided.schedule.layout import BUCKET_BYTES, Schedule
 from lopsided.schedule.memory import Holding, bytes_per_kind
 
 
-def length_s(path: Path | None, load: Load, walk: Walk, sizes: Sizes) -> float:
+def length_s(path: Path | None, load: FoldedStep, walk: CriticalPath, sizes: Sizes) -> float:
     total = 0.0
     while path is not None:
         computed = load.joined(load.computed(path.start, path.stop)).at(sizes)
@@ -29,21 +29,21 @@ def length_s(path: Path | None, load: Load, walk: Walk, sizes: Sizes) -> float:
 
 
 @given(cases(), st.integers(0, 10**6))
-def test_a_walk_takes_as_long_as_the_timeline(case: tuple[Cluster, Schedule, Way], seed: int) -> None:
+def test_a_walk_takes_as_long_as_the_timeline(case: tuple[Cluster, Schedule, Algorithm], seed: int) -> None:
     cluster, schedule, _ = case
     rng = random.Random(seed)
     schedule = replace(schedule, bucket_bytes=rng.choice((1, 10**6, BUCKET_BYTES)))
     network = Network(cluster)
     shares = per_device(cluster, *(random_point(rng, cluster) for _ in NAMES), names=NAMES)
-    scale, load = Scale(cluster, shares), Load(schedule, network)
-    walk = Walk(load, scale, load.ways(network, scale))
+    scale, load = Scale(cluster, shares), FoldedStep(schedule, network)
+    walk = CriticalPath(load, scale, load.ways(network, scale))
     assert walk.step_s == pytest.approx(timeline.run(schedule, network, scale).step_s, rel=1e-9)
     assert walk.step_s == pytest.approx(length_s(walk.path, load, walk, scale), rel=1e-9)
 
 
 def test_equal_layers_are_kept_once() -> None:
     layer = [work((0.01, 1), (0.02, 3)), sent(10**8, ROWS), work((0.0, 2), (0.01, 1)), sent(10**6)]
-    load = Load(schedule_of(*(layer * 80)), Network(cluster_of(1, 1)))
+    load = FoldedStep(schedule_of(*(layer * 80)), Network(cluster_of(1, 1)))
     assert (len(load.segments), len(load.messages)) == (2, 2)
     assert list(load.stages.values()) == [80, 80]
 
@@ -52,8 +52,8 @@ def test_gathers_of_each_pass_are_waited_for() -> None:
     """Both passes gather three buckets, two at once: the third waits for the consumer of the second."""
     second, consumer = 10**9, work((1.0, 0.0), by=None)
     items = [sent(second, hides=True, ahead=True), consumer] * 3
-    load = Load(schedule_of(*items, backward=items), Network(cluster_of(1)))
-    walk = Walk(load, Point({"": (1.0,)}, (1,)), [PADDED])
+    load = FoldedStep(schedule_of(*items, backward=items), Network(cluster_of(1)))
+    walk = CriticalPath(load, FractionalShares({"": (1.0,)}, (1,)), [PADDED])
     # One second and a millisecond each, one after the other; each pass ends with the last of its consumers.
     assert walk.step_s == pytest.approx(2 * (3 * 1.001 + 1.0), rel=1e-6)
 
@@ -62,7 +62,7 @@ def test_what_is_held_is_what_memory_says() -> None:
     cluster = cluster_of(1, 2)
     scale = Scale(cluster, (0.5, 0.3, 0.2))
     held = (Holding("x", "saved", 1000, ("", 10)), Holding("y", "saved", 50, None), Holding("z", "saved", 70, ("", 7)))
-    memory = Memory(cluster, held, (590.0, 500.0))
+    memory = MemoryRows(cluster, held, (590.0, 500.0))
     assert memory.held(scale) == pytest.approx(bytes_per_kind(held, scale))
     assert memory.held(scale, but=("", 10)) == pytest.approx(bytes_per_kind(held[1:], scale))
     assert memory.over(scale) == [0.0, 0.0]
@@ -80,7 +80,10 @@ def test_what_is_sent_behind_computing_drags_on_it() -> None:
     sending = Network(plain).best(gradient.collective, 10**9).seconds(10**9)
     assert took[1].step_s - took[0].step_s == pytest.approx(0.25 * sending)
     assert took[1].lanes[0].compute_s - took[0].lanes[0].compute_s == pytest.approx(0.25 * sending)
-    walks = [Walk(load := Load(items, Network(on)), scale, load.ways(Network(on), scale)) for on in (plain, dragged)]
+    walks = [
+        CriticalPath(load := FoldedStep(items, Network(on)), scale, load.ways(Network(on), scale))
+        for on in (plain, dragged)
+    ]
     assert [walk.step_s for walk in walks] == pytest.approx([one.step_s for one in took])
     # Who stands still anyway loses nothing.
     idle = schedule_of(backward=[gradient])

@@ -26,7 +26,7 @@ from lopsided.ops.op import Ask, Call, Local, Talk, Talking
 from lopsided.ops.samples import sampled_ops, samples_of
 from lopsided.ops.validator import as_call
 from lopsided.schedule import flops as work
-from lopsided.schedule.flops import Exchange, Work, asked, call_text, exchanges, is_product, work_of
+from lopsided.schedule.flops import Exchanged, Work, asked, call_text, exchanges, is_product, work_of
 
 
 @cache
@@ -371,8 +371,8 @@ def _rule(call: Call, how: str) -> Rule:
     return next(rule for rule in call_rules(call) if rule.how == how)
 
 
-def _both(*sizes: int) -> tuple[Exchange, ...]:
-    return tuple(Exchange("all_reduce", size, backward) for size in sizes for backward in (False, True))
+def _both(*sizes: int) -> tuple[Exchanged, ...]:
+    return tuple(Exchanged("all_reduce", size, backward) for size in sizes for backward in (False, True))
 
 
 def _layer_norm(grad: bool = True, dtype: str = "f32") -> Call:
@@ -393,7 +393,7 @@ def test_sums_are_in_the_dtype_they_are_added_up_in() -> None:
 
 
 def test_without_gradient_nothing_is_exchanged_backward() -> None:
-    forward = (Exchange("all_reduce", 80, False), Exchange("all_reduce", 80, False))
+    forward = (Exchanged("all_reduce", 80, False), Exchanged("all_reduce", 80, False))
     call = _layer_norm(grad=False)
     assert exchanges(call, _rule(call, "layer_norm")) == forward
     call = _layer_norm()
@@ -403,19 +403,19 @@ def test_without_gradient_nothing_is_exchanged_backward() -> None:
 
 def test_the_largest_has_no_gradient() -> None:
     call = _node("aten.softmax.int", _value("x", 4, 6), -1, out=_value("y", 4, 6))
-    assert exchanges(call, _rule(call, "softmax")) == (Exchange("all_reduce", 16, False), *_both(16))
+    assert exchanges(call, _rule(call, "softmax")) == (Exchanged("all_reduce", 16, False), *_both(16))
 
 
 def test_a_result_that_is_the_same_everywhere_sends_nothing_back() -> None:
     x = _value("x", 4, 6)
     norm = Call(Node("aten.linalg_vector_norm.default", (Ref("x"), 2.0, (1,)), (), (_value("y", 4),)), (x,))
-    assert exchanges(norm, _rule(norm, "vector_norm")) == (Exchange("all_reduce", 16, False),)
+    assert exchanges(norm, _rule(norm, "vector_norm")) == (Exchanged("all_reduce", 16, False),)
 
 
 def test_a_mean_over_rows_asks_for_their_count() -> None:
     logits, target = _value("x", 8, 16), _value("t", 8, dtype="i64", grad=False)
     call = _node("aten.cross_entropy_loss.default", logits, target, out=_value("y"))
-    assert exchanges(call, _rule(call, "mean_of_rows")) == (Exchange("all_reduce", 4, False),)
+    assert exchanges(call, _rule(call, "mean_of_rows")) == (Exchanged("all_reduce", 4, False),)
 
 
 def test_plain_rules_exchange_nothing() -> None:
@@ -436,7 +436,7 @@ def test_what_talks_is_a_generator_function() -> None:
         assert inspect.isgeneratorfunction(implementation) == says_so, (call.node.op, rule.how)
 
 
-def _with(monkeypatch: pytest.MonkeyPatch, talking: Any) -> tuple[Exchange, ...]:
+def _with(monkeypatch: pytest.MonkeyPatch, talking: Any) -> tuple[Exchanged, ...]:
     call = _layer_norm()
     monkeypatch.setattr(work, "_talk", lambda call, rule: Talk("D0", "layer_norm", talking, P))
     return exchanges(call, _rule(call, "layer_norm"))

@@ -1,6 +1,6 @@
 """Predicted against measured: a run held against its plan, line by line.
 
-In: a `Run`. Out: `Confrontation`: the step, every device, class of op and collective, and memory, each predicted and
+In: a `Run`. Out: `Comparison`: the step, every device, class of op and collective, and memory, each predicted and
 measured; how far off the step is, and which line is to blame most.
 
 Lines add up per device. A device computes ops (by class: the forward and backward seconds of all nodes with that op)
@@ -44,7 +44,7 @@ AROUND = (CONVERSIONS, BETWEEN)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ComparisonLine:
     """Something in seconds (or bytes): what the plan said, and what was."""
 
     what: str
@@ -61,22 +61,22 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Confrontation:
+class Comparison:
     """Predicted against measured. `computed` has a row of lines for each device, `collectives` one for each way.
 
     `noise` is how far measured steps are apart, as a part of the median: no error below it means anything.
     """
 
-    step: Line
+    step: ComparisonLine
     noise: float
     devices: tuple[str, ...]
-    busy: tuple[Line, ...]  # of each device: all that it computes
-    computed: tuple[tuple[Line, ...], ...]
-    collectives: tuple[Line, ...]
-    memory: tuple[Line, ...]
+    busy: tuple[ComparisonLine, ...]  # of each device: all that it computes
+    computed: tuple[tuple[ComparisonLine, ...], ...]
+    collectives: tuple[ComparisonLine, ...]
+    memory: tuple[ComparisonLine, ...]
 
     @cached_property
-    def worst(self) -> tuple[str, Line]:
+    def worst(self) -> tuple[str, ComparisonLine]:
         """The line that is off by most seconds, and whose it is."""
         lines = [(device, line) for device, row in zip(self.devices, self.computed, strict=True) for line in row]
         lines = [pair for pair in lines if pair[1].what != DRAG]
@@ -84,20 +84,22 @@ class Confrontation:
         return max(lines, key=lambda pair: abs(pair[1].predicted - pair[1].measured))
 
     @property
-    def classes(self) -> tuple[Line, ...]:
+    def classes(self) -> tuple[ComparisonLine, ...]:
         """The lines of all devices together, the longest first."""
-        totals: dict[str, list[Line]] = {}
+        totals: dict[str, list[ComparisonLine]] = {}
         for row in self.computed:
             for line in row:
                 totals.setdefault(line.what, []).append(line)
         found = [
-            Line(what, sum(x.predicted for x in lines), sum(x.measured for x in lines), max(x.times for x in lines))
+            ComparisonLine(
+                what, sum(x.predicted for x in lines), sum(x.measured for x in lines), max(x.times for x in lines)
+            )
             for what, lines in totals.items()
         ]
         return tuple(sorted(found, key=lambda line: -max(line.measured, line.predicted)))
 
 
-def confront(run: Run) -> Confrontation:
+def confront(run: Run) -> Comparison:
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
     schedule = plan.laid_out(costs)
@@ -110,16 +112,16 @@ def confront(run: Run) -> Confrontation:
         for number, device in enumerate(run.devices)
     )
     busy = tuple(
-        Line(device.device, sum(line.predicted for line in row), sum(line.measured for line in row))
+        ComparisonLine(device.device, sum(line.predicted for line in row), sum(line.measured for line in row))
         for device, row in zip(run.devices, computed, strict=True)
     )
     memory = tuple(
-        Line(device.device, float(predicted), float(device.peak_bytes))
+        ComparisonLine(device.device, float(predicted), float(device.peak_bytes))
         for device, predicted in zip(run.devices, plan.memory_bytes, strict=True)
         if device.peak_bytes
     )
-    return Confrontation(
-        Line("step", plan.step_s, run.step_s),
+    return Comparison(
+        ComparisonLine("step", plan.step_s, run.step_s),
         run.spread,
         tuple(device.device for device in run.devices),
         busy,
@@ -160,7 +162,7 @@ def _computes(schedule: Schedule) -> list[Compute]:
 
 def _device_lines(
     told: _Predicted, plan: Plan, number: int, device: DeviceRun, classes: dict[str, str]
-) -> Iterator[Line]:
+) -> Iterator[ComparisonLine]:
     kind = next(k for k, (start, stop) in enumerate(plan.on.spans) if start <= number < stop)
     predicted: dict[str, float] = {}
     times: dict[str, int] = {}
@@ -185,7 +187,7 @@ def _device_lines(
     )
     measured = measured_classes(device, classes)
     for what in {**predicted, **measured}:
-        yield Line(what, predicted.get(what, 0.0), measured.get(what, 0.0), times.get(what, 1))
+        yield ComparisonLine(what, predicted.get(what, 0.0), measured.get(what, 0.0), times.get(what, 1))
 
 
 def _largest(schedule: Schedule, plan: Plan, kind: int) -> Iterator[tuple[Compute, float]]:
@@ -285,7 +287,7 @@ def own_seconds(spans: Sequence[Span]) -> list[float]:
     return found
 
 
-def _collective_lines(run: Run, costs: Costs) -> Iterator[Line]:
+def _collective_lines(run: Run, costs: Costs) -> Iterator[ComparisonLine]:
     if run.plan.on.devices == 1:
         return
     totals: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -297,4 +299,4 @@ def _collective_lines(run: Run, costs: Costs) -> Iterator[Line]:
             totals.setdefault((one.collective, one.way), []).append(pair)
     for (collective, name), pairs in totals.items():
         predicted, measured = (sum(column) for column in zip(*pairs, strict=True))
-        yield Line(f"{collective}, {name}", predicted, measured, len(pairs))
+        yield ComparisonLine(f"{collective}, {name}", predicted, measured, len(pairs))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from lopsided.calibration.comparison import fraction_of, median_by_node, of_all, own_seconds
 from lopsided.calibration.run_record import NETWORK, OPTIMIZER, Run, Span
 from lopsided.cluster.cluster import MEASURABLE, Cluster
-from lopsided.cluster.collectives import COLLECTIVES, Network, Way
+from lopsided.cluster.collectives import COLLECTIVES, Algorithm, Network
 from lopsided.cluster.devices import Kind, Link, Measured, Points
 from lopsided.schedule.cost import Affine, Costs, optimizer_named, update_call
 from lopsided.schedule.flops import call_text
@@ -44,7 +44,7 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class Calibrated:
     """The cluster that a run teaches, and what is new in it."""
 
     cluster: Cluster
@@ -56,7 +56,7 @@ def fed_back(run: Run) -> Cluster:
     return learnt(run).cluster
 
 
-def learnt(run: Run) -> Fed:
+def learnt(run: Run) -> Calibrated:
     """`fed_back`, and what was corrected."""
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
@@ -80,7 +80,7 @@ def learnt(run: Run) -> Fed:
     )
     collectives = _collectives(plan.cluster, ways)
     cluster = replace(plan.cluster, kinds=kinds, collectives=collectives, about=_about(plan.cluster, run))
-    return Fed(cluster, tuple(corrections))
+    return Calibrated(cluster, tuple(corrections))
 
 
 _Table = tuple[tuple[Measured, ...], float]
@@ -206,7 +206,7 @@ def _made(seen: _Seen, factor: float) -> Points:
 # Collectives
 
 
-def _ways(run: Run, network: Network) -> Iterator[tuple[Way, float, float]]:
+def _ways(run: Run, network: Network) -> Iterator[tuple[Algorithm, float, float]]:
     """Of every way that the run took: seconds predicted and measured in a step."""
     stretch = run.plan.on.stretch
     totals: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -232,13 +232,13 @@ def _ways(run: Run, network: Network) -> Iterator[tuple[Way, float, float]]:
             yield way, was, now
 
 
-def _way(network: Network, span: Span) -> Way | None:
+def _way(network: Network, span: Span) -> Algorithm | None:
     if span.collective not in COLLECTIVES:
         return None
     return next((way for way in network.ways(span.collective) if way.implementation == span.way), None)
 
 
-def _collectives(cluster: Cluster, ways: Sequence[tuple[Way, float, float]]) -> tuple[tuple[str, str, Link], ...]:
+def _collectives(cluster: Cluster, ways: Sequence[tuple[Algorithm, float, float]]) -> tuple[tuple[str, str, Link], ...]:
     measured = {(collective, way): link for collective, way, link in cluster.collectives}
     modelled = Network(cluster)
     for way, was, now in ways:

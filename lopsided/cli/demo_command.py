@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from lopsided.cli.terminal import AsJson, Verbose, err, out, print_json
 from lopsided.demo.contest import ALONE, BY_SPEED, EQUAL, LOPSIDED
-from lopsided.demo.race import SAME, Busy, Entry, Outcome, run_demo
+from lopsided.demo.race import SAME, Busy, Outcome, RaceEntry, run_demo
 
 TITLES = {
     ALONE: "one worker alone",
@@ -183,7 +183,7 @@ def _last_lines(outcome: Outcome) -> Iterator[str]:
     yield "       any program   lopsided verify gpt2:layers=2,width=64 --shares .5,.3,.2"
 
 
-def _verdict(ours: Entry, equal: Entry, by_speed: Entry) -> str:
+def _verdict(ours: RaceEntry, equal: RaceEntry, by_speed: RaceEntry) -> str:
     first, second = (_compared(ours.faster_than(other)) for other in (equal, by_speed))
     return f"Lopsided is {first} DDP with equal shares, and {second} DDP with shares by speed."
 

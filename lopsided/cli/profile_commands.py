@@ -26,7 +26,7 @@ from lopsided.errors import ClusterError, InputError
 from lopsided.ir.graph import DTYPES
 from lopsided.profiling.measure import Measurement
 from lopsided.profiling.profile import (
-    Wanted,
+    ProfileRequest,
     in_percent,
     is_first,
     is_one_of_many,
@@ -97,7 +97,7 @@ def _checked_budget(budget: float | None, quick: bool) -> float:
     return _QUICK_S if quick else budget or _FULL_S
 
 
-def _wanted(model: str, batch: int | None, dtype: str | None, optimizer: str) -> Wanted:
+def _wanted(model: str, batch: int | None, dtype: str | None, optimizer: str) -> ProfileRequest:
     if optimizer:
         optimizer_named(optimizer)
     floats = [name for name, kind in DTYPES.items() if kind.is_floating_point]
@@ -109,7 +109,7 @@ def _wanted(model: str, batch: int | None, dtype: str | None, optimizer: str) ->
         wanted = standard(dtype, batch)
         return replace(wanted, optimizers=(optimizer,)) if optimizer else wanted
     graph = capture(*load_shapes(model, batch))
-    return Wanted((in_dtype(graph, dtype) if dtype else graph,), optimizers=(optimizer or "adamw",))
+    return ProfileRequest((in_dtype(graph, dtype) if dtype else graph,), optimizers=(optimizer or "adamw",))
 
 
 def _tell(found: Measurement, model: str, output: str, as_json: bool) -> None:

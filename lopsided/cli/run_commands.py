@@ -23,7 +23,7 @@ from lopsided.calibration.run_record import RUN_FILE
 from lopsided.capturing.capture_graph import capture
 from lopsided.cli.terminal import AsJson, Verbose, out, print_json, progress_bar
 from lopsided.codec import check_writable
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError
 from lopsided.models.by_name import load
 from lopsided.planner.plan_file import load_plan
@@ -34,7 +34,7 @@ from lopsided.runtime.launch import launch_words, start, torchrun_options
 from lopsided.runtime.recording import RECORD_VARIABLE
 from lopsided.verification.on_processes import (
     Claim,
-    Job,
+    ProcessesJob,
     Subject,
     check_memory,
     imagine,
@@ -156,8 +156,11 @@ def verify_runs(
     raise typer.Exit(0 if passed else 1)
 
 
-def _on_processes(jobs: Sequence[Job], processes: int, *, quiet: bool) -> list[Claim]:
-    with progress_bar("comparing", len(jobs), quiet=quiet) as advance, Crew(processes, timeout_s=_PATIENCE_S) as crew:
+def _on_processes(jobs: Sequence[ProcessesJob], processes: int, *, quiet: bool) -> list[Claim]:
+    with (
+        progress_bar("comparing", len(jobs), quiet=quiet) as advance,
+        WorkerPool(processes, timeout_s=_PATIENCE_S) as crew,
+    ):
         return prove(crew, jobs, advance)
 
 

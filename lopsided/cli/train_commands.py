@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from lopsided.calibration.comparison import Confrontation, Line, confront
+from lopsided.calibration.comparison import Comparison, ComparisonLine, confront
 from lopsided.calibration.run_record import RUN_FILE, load_run
 from lopsided.cli.terminal import AsJson, Batch, Model, Verbose, out, print_json
 from lopsided.codec import check_writable
@@ -114,18 +114,18 @@ def confront_command(
     _print(found, full)
 
 
-def _print(found: Confrontation, full: bool) -> None:
+def _print(found: Comparison, full: bool) -> None:
     for line in confrontation_lines(found, full=full):
         out.print(escape(line))
 
 
-def _told(model: str, done: Trained, found: Confrontation | None) -> dict[str, Any]:
+def _told(model: str, done: Trained, found: Comparison | None) -> dict[str, Any]:
     told: dict[str, Any] = {"model": model, "losses": list(done.losses), "predicted_step_s": done.plan.step_s}
     return told | (confrontation_json(found) if found is not None else {})
 
 
-def confrontation_json(found: Confrontation) -> dict[str, Any]:
-    def line(one: Line) -> dict[str, Any]:
+def confrontation_json(found: Comparison) -> dict[str, Any]:
+    def line(one: ComparisonLine) -> dict[str, Any]:
         error = one.error if math.isfinite(one.error) else None
         return {
             "what": one.what,

@@ -1,6 +1,6 @@
 """What it costs when devices talk: every collective, every way to carry it out, linear in bytes and in skew.
 
-In: a `Cluster`. Out: `Network`, which lists and picks `Way`s.
+In: a `Cluster`. Out: `Network`, which lists and picks `Algorithm`s.
 
 The one idea: a way is three numbers, `latency + bytes · (a + b · largest)`, so that the search can compare ways and a
 linear program can use them. `bytes` are those of the whole (joined) tensor, `largest` is the number of devices times
@@ -60,7 +60,7 @@ _FAMILIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Algorithm:
     """One way to carry out a collective, and its price."""
 
     collective: str
@@ -77,7 +77,7 @@ class Way:
         return self.s_per_byte + self.s_per_largest_byte
 
 
-_Ways = dict[tuple[str, str], Way]
+_Ways = dict[tuple[str, str], Algorithm]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Network:
     cluster: Cluster
 
     @cached_property
-    def _ways(self) -> dict[str, tuple[Way, ...]]:
+    def _ways(self) -> dict[str, tuple[Algorithm, ...]]:
         modelled = _modelled(self.cluster)
         fitted = {
             (collective, way): _fitted(modelled[collective, way], link)
@@ -105,16 +105,16 @@ class Network:
         ways = {key: fitted[key] if key in fitted else _corrected(key, modelled, fitted) for key in modelled}
         every = [*ways.values(), *_composed(ways)]
         if self.cluster.devices == 1:
-            every = [Way(way.collective, way.implementation, 0.0, 0.0, 0.0) for way in every]
+            every = [Algorithm(way.collective, way.implementation, 0.0, 0.0, 0.0) for way in every]
         return {name: tuple(way for way in every if way.collective == name) for name in COLLECTIVES}
 
-    def ways(self, collective: str) -> tuple[Way, ...]:
+    def ways(self, collective: str) -> tuple[Algorithm, ...]:
         """Every way to carry it out, in a fixed order."""
         if collective not in self._ways:
             raise ClusterError(f"there is no collective {collective!r}", do=f"choose from {', '.join(COLLECTIVES)}")
         return self._ways[collective]
 
-    def best(self, collective: str, whole_bytes: float, largest: float = 1.0) -> Way:
+    def best(self, collective: str, whole_bytes: float, largest: float = 1.0) -> Algorithm:
         """The cheapest way; of equals the first in `ways`."""
         return min(self.ways(collective), key=lambda way: way.seconds(whole_bytes, largest))
 
@@ -159,20 +159,20 @@ def _modelled(cluster: Cluster) -> _Ways:
     )
     direct = _doublings(n) * hop
     ways = [
-        Way("all_reduce", "ring", 2 * around, 2 * part / slowest, 0.0),
-        Way("all_reduce", "tree", 2 * up_the_tree, 2 / slowest, 0.0),
+        Algorithm("all_reduce", "ring", 2 * around, 2 * part / slowest, 0.0),
+        Algorithm("all_reduce", "tree", 2 * up_the_tree, 2 / slowest, 0.0),
     ]
     for collective in ("all_gather", "reduce_scatter"):
         ways += [
-            Way(collective, "padded", around, 0.0, part / slowest),
-            Way(collective, "grouped", around + (n - 1) * hop, part / (slowest * GROUPED), 0.0),
-            Way(collective, "all_to_all", direct, 0.0, exchange / n),
+            Algorithm(collective, "padded", around, 0.0, part / slowest),
+            Algorithm(collective, "grouped", around + (n - 1) * hop, part / (slowest * GROUPED), 0.0),
+            Algorithm(collective, "all_to_all", direct, 0.0, exchange / n),
         ]
-    ways.append(Way("all_to_all", "direct", direct, 0.0, exchange / n**2))
+    ways.append(Algorithm("all_to_all", "direct", direct, 0.0, exchange / n**2))
     return {(way.collective, way.implementation): way for way in ways}
 
 
-def _fitted(model: Way, link: Link) -> Way:
+def _fitted(model: Algorithm, link: Link) -> Algorithm:
     """What was measured with equal pieces, growing with skew as was measured, or as the model does."""
     if link.skew is not None and model.s_per_byte_if_equal:
         growing = link.skew / link.bytes_per_s
@@ -190,8 +190,8 @@ def _fitted(model: Way, link: Link) -> Way:
 
 
 def _corrected(
-    key: tuple[str, str], modelled: Mapping[tuple[str, str], Way], fitted: Mapping[tuple[str, str], Way]
-) -> Way:
+    key: tuple[str, str], modelled: Mapping[tuple[str, str], Algorithm], fitted: Mapping[tuple[str, str], Algorithm]
+) -> Algorithm:
     """The model's way, off by as much as it is for the nearest way that was measured."""
     way = modelled[key]
     own = next(family for family in _FAMILIES if key in family)
@@ -209,11 +209,11 @@ def _corrected(
     )
 
 
-def _composed(ways: Mapping[tuple[str, str], Way]) -> list[Way]:
+def _composed(ways: Mapping[tuple[str, str], Algorithm]) -> list[Algorithm]:
     """Collectives made of others."""
     gather, scatter = ways["all_gather", "padded"], ways["reduce_scatter", "padded"]
     both = gather.s_per_byte_if_equal + scatter.s_per_byte_if_equal
     return [
-        Way("all_reduce", "scatter+gather", scatter.latency_s + gather.latency_s, both, 0.0),
+        Algorithm("all_reduce", "scatter+gather", scatter.latency_s + gather.latency_s, both, 0.0),
         replace(gather, collective="all_to_all", implementation="gather"),
     ]

@@ -42,7 +42,7 @@ from torch._C._distributed_c10d import (
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Work(Protocol):
+class PendingWork(Protocol):
     def wait(self) -> object: ...
 
 
@@ -52,11 +52,11 @@ class _Options(Protocol):
 
 
 # What is to be waited for, and what is to be done then.
-Flight = tuple[Sequence[Work], Callable[[], object] | None]
-_Starts = Sequence[tuple[Callable[..., Work], Tensor, object]]
+Flight = tuple[Sequence[PendingWork], Callable[[], object] | None]
+_Starts = Sequence[tuple[Callable[..., PendingWork], Tensor, object]]
 
 
-class Lane(ABC):
+class Backend(ABC):
     """What both backends do alike. The group's own methods are called: the functions of `torch.distributed` change
     their names between versions and take no timeout. Options are made once, as making them takes as long as a start."""
 
@@ -81,13 +81,13 @@ class Lane(ABC):
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
-    def all_reduce(self, flat: Tensor, way: str) -> list[Work]:
+    def all_reduce(self, flat: Tensor, way: str) -> list[PendingWork]:
         return [self.group.allreduce([flat], self.adding)]
 
-    def maximum(self, flat: Tensor) -> list[Work]:
+    def maximum(self, flat: Tensor) -> list[PendingWork]:
         return [self.group.allreduce([flat], self.choosing)]
 
-    def broadcast(self, flat: Tensor, source: int) -> list[Work]:
+    def broadcast(self, flat: Tensor, source: int) -> list[PendingWork]:
         return [self.group.broadcast([flat], self.sending[source])]
 
     def all_gather(self, piece: Tensor, whole: Tensor, counts: Sequence[int], way: str) -> Flight:
@@ -152,11 +152,11 @@ class Lane(ABC):
     def _scatter_padded(self, whole: Tensor, piece: Tensor, counts: Sequence[int]) -> Flight: ...
 
     @abstractmethod
-    def _exchange(self, given: Sequence[Tensor], came: Sequence[Tensor]) -> list[Work]:
+    def _exchange(self, given: Sequence[Tensor], came: Sequence[Tensor]) -> list[PendingWork]:
         """Each other rank's part goes there, and its part comes here. What a rank has for itself is left alone."""
 
     @abstractmethod
-    def _group(self, starts: _Starts) -> list[Work]:
+    def _group(self, starts: _Starts) -> list[PendingWork]:
         """Several collectives at once."""
 
     @abstractmethod
@@ -164,14 +164,14 @@ class Lane(ABC):
         """A part that is reduced on another rank, and that this rank must find unchanged."""
 
 
-class NcclLane(Lane):
+class NcclBackend(Backend):
     """All of it runs on one stream of NCCL's, in order, behind what the current stream was given so far."""
 
-    def all_reduce(self, flat: Tensor, way: str) -> list[Work]:
+    def all_reduce(self, flat: Tensor, way: str) -> list[PendingWork]:
         if way != "scatter+gather":
             return super().all_reduce(flat, way)
         each = flat.numel() // self.size
-        works: list[Work] = []
+        works: list[PendingWork] = []
         if each:
             even = flat.narrow(0, 0, each * self.size)
             mine = even.narrow(0, self.rank * each, each)
@@ -194,12 +194,12 @@ class NcclLane(Lane):
         work = self.group._reduce_scatter_base(mine, padded, self.scattering)
         return [work], None if mine is piece else lambda: piece.copy_(mine.narrow(0, 0, count))
 
-    def _exchange(self, given: Sequence[Tensor], came: Sequence[Tensor]) -> list[Work]:
+    def _exchange(self, given: Sequence[Tensor], came: Sequence[Tensor]) -> list[PendingWork]:
         given, came = list(given), list(came)
         given[self.rank], came[self.rank] = given[self.rank][:0], came[self.rank][:0]
         return [self.group.alltoall(came, given, self.exchanging)]
 
-    def _group(self, starts: _Starts) -> list[Work]:
+    def _group(self, starts: _Starts) -> list[PendingWork]:
         self.group._start_coalescing(self.device)
         for start, tensor, options in starts:
             start([tensor], options)
@@ -210,7 +210,7 @@ class NcclLane(Lane):
         return part
 
 
-class GlooLane(Lane):
+class GlooBackend(Backend):
     """Host memory. gloo works on threads of its own; the processes' collectives find each other by number."""
 
     exchanges = 0
@@ -220,7 +220,7 @@ class GlooLane(Lane):
         mine = total.split_with_sizes(list(counts))[self.rank]
         return [self.group.allreduce([total], self.adding)], lambda: piece.copy_(mine)
 
-    def _exchange(self, given: Sequence[Tensor], came: Sequence[Tensor]) -> list[Work]:
+    def _exchange(self, given: Sequence[Tensor], came: Sequence[Tensor]) -> list[PendingWork]:
         # Numbered, so that a process that is one exchange behind waits and does not take another's bytes.
         self.exchanges = number = (self.exchanges + 1) % 2**20
         # Each begins with its next rank, else all would send to the same one first. Empty parts go too: with
@@ -231,7 +231,7 @@ class GlooLane(Lane):
         going = [group.send([given[peer]], peer, number) for peer in turns]
         return [_Timed(work, timeout) for work in (*coming, *going)]
 
-    def _group(self, starts: _Starts) -> list[Work]:
+    def _group(self, starts: _Starts) -> list[PendingWork]:
         return [start([tensor], options) for start, tensor, options in starts]
 
     def _lend(self, part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The devices of a plan talk: collectives on flat tensors whose pieces need not be equal, every way a plan can choose.
 
-In: a process group, this process's device, the prices. Out: `Wire`, whose methods start a collective and return a
-`Handle` to wait for it. How a way is carried out on which backend stands in `lanes`; CUDA tensors go over gloo by
+In: a process group, this process's device, the prices. Out: `Communicator`, whose methods start a collective and return
+a `Handle` to wait for it. How a way is carried out on which backend stands in `lanes`; CUDA tensors go over gloo by
 `ferry`. Here is what is the same for all: which way, as which dtype, and who is to blame if it fails.
 
 Every process must start the same collectives in the same order and wait for each. Until it has waited, it must neither
@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lopsided.cluster.collectives import Network
-from lopsided.comm.backends import Flight, GlooLane, Lane, NcclLane, Work
-from lopsided.comm.host_staging import Ferry, Run
+from lopsided.comm.backends import Backend, Flight, GlooBackend, NcclBackend, PendingWork
+from lopsided.comm.host_staging import HostStaging, Run
 from lopsided.comm.recorder import Recorder, Sent
 from lopsided.errors import ClusterError, RankError, WorldError
 
 if TYPE_CHECKING:
-    from lopsided.comm.watchdog import Watch
+    from lopsided.comm.watchdog import Watchdog
 
 _WAYS = {
     "all_reduce": ("ring", "tree", "scatter+gather"),
@@ -68,10 +68,10 @@ class Handle:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: Communicator,
         what: str,
         result: Tensor,
-        works: Sequence[Work] = (),
+        works: Sequence[PendingWork] = (),
         then: Sequence[Callable[[], object]] = (),
         sent: Sent | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class Handle:
         return self._result
 
 
-class Wire:
+class Communicator:
     """Talks among the devices of a plan; a rank of the group is a device's number. All tensors are flat and contiguous.
 
     With one device nothing is sent, and nothing copied: the result is the tensor that was given. `waited_s` is how long
@@ -110,22 +110,22 @@ class Wire:
         network: Network,
         *,
         timeout_s: float = 600.0,
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
     ) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.device, self.network, self.watch = device, network, watch
         self.waited_s, self.sent_bytes = 0.0, 0
         self.recorder: Recorder | None = None  # of this step
         timeout, backend = timedelta(seconds=timeout_s), _backend(group, device)
-        self._ferry: Ferry | None = None
-        self._lane: Lane
+        self._ferry: HostStaging | None = None
+        self._lane: Backend
         if backend == "nccl":
-            self._lane = NcclLane(group, device, timeout)
+            self._lane = NcclBackend(group, device, timeout)
         elif device.type == "cpu" or self.size == 1:
-            self._lane = GlooLane(group, device, timeout)
+            self._lane = GlooBackend(group, device, timeout)
         else:
-            self._lane = GlooLane(group, torch.device("cpu"), timeout, pinned=True)
-            self._ferry = Ferry(self._lane, device)
+            self._lane = GlooBackend(group, torch.device("cpu"), timeout, pinned=True)
+            self._ferry = HostStaging(self._lane, device)
 
     def all_reduce(self, flat: Tensor, *, what: str = "", way: str = "") -> Handle:
         """The sum over all devices, in place."""
@@ -182,7 +182,7 @@ class Wire:
         about = ("reduce_scatter", way, whole.nbytes, largest)
         self._count(way, counts, total, total - count, whole.itemsize)
 
-        def run(lane: Lane, source: Tensor, target: Tensor) -> Flight:
+        def run(lane: Backend, source: Tensor, target: Tensor) -> Flight:
             return lane.reduce_scatter(source, target, counts, way)
 
         source = _summable(whole, what)
@@ -250,7 +250,7 @@ class Wire:
             works = self.recorder.follow(sent, works)
         return Handle(self, what, result, works, then if finish is None else (finish, *then), sent)
 
-    def _stand(self, works: Sequence[Work], what: str, sent: Sent | None) -> None:
+    def _stand(self, works: Sequence[PendingWork], what: str, sent: Sent | None) -> None:
         """Wait for them, and say who is to blame if that fails."""
         if self.watch is not None:
             self.watch.entering(what)

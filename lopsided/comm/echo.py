@@ -1,7 +1,7 @@
 """A wire to others who are not there: every collective is over at once, and nobody's pieces are zeros.
 
-In: a rank and how many there are. Out: `Echo`, which answers as `Wire` does. A program runs on it as it runs on this
-device, with all the work around its collectives, and without the others: to see what that takes.
+In: a rank and how many there are. Out: `LoneCommunicator`, which answers as `Communicator` does. A program runs on it
+as it runs on this device, with all the work around its collectives, and without the others: to see what that takes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import cast
 
 from torch import Tensor
 
-from lopsided.comm.communicator import Handle, Wire
+from lopsided.comm.communicator import Communicator, Handle
 from lopsided.comm.recorder import Recorder
 
 
-class Echo:
-    """Stands in for a `Wire`; sums are what was given."""
+class LoneCommunicator:
+    """Stands in for a `Communicator`; sums are what was given."""
 
     def __init__(self, rank: int = 0, size: int = 2) -> None:
         self.rank, self.size = rank, size
@@ -48,4 +48,4 @@ class Echo:
         return self._over(send if self.size == 1 else send.new_zeros(sum(take)), what)
 
     def _over(self, result: Tensor, what: str) -> Handle:
-        return Handle(cast(Wire, self), what, result)
+        return Handle(cast(Communicator, self), what, result)

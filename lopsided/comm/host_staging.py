@@ -19,9 +19,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from lopsided.comm.backends import Flight, Lane
+from lopsided.comm.backends import Backend, Flight
 
-Run = Callable[[Lane, Tensor, Tensor], Flight]
+Run = Callable[[Backend, Tensor, Tensor], Flight]
 
 
 class Crossing:
@@ -46,10 +46,10 @@ class Crossing:
         torch.cuda.current_stream(self.target.device).wait_event(event)
 
 
-class Ferry:
+class HostStaging:
     """Works until nobody holds it any more."""
 
-    def __init__(self, lane: Lane, device: torch.device) -> None:
+    def __init__(self, lane: Backend, device: torch.device) -> None:
         self._device = device
         # The threads know the queue and not this object, or it would be held for ever.
         self._quay = quay = SimpleQueue[Crossing | None]()
@@ -77,7 +77,10 @@ def _thread(does: str, work: Callable[[], None]) -> None:
 
 
 def _embark(
-    quay: SimpleQueue[Crossing | None], under_way: SimpleQueue[_UnderWay | None], lane: Lane, stream: torch.cuda.Stream
+    quay: SimpleQueue[Crossing | None],
+    under_way: SimpleQueue[_UnderWay | None],
+    lane: Backend,
+    stream: torch.cuda.Stream,
 ) -> None:
     # In inference mode, since only there may be written what the caller made in inference mode.
     with torch.inference_mode(), torch.cuda.stream(stream):
@@ -91,7 +94,7 @@ def _embark(
     under_way.put(None)
 
 
-def _started(crossing: Crossing, lane: Lane, stream: torch.cuda.Stream) -> tuple[Flight, Tensor, Tensor]:
+def _started(crossing: Crossing, lane: Backend, stream: torch.cuda.Stream) -> tuple[Flight, Tensor, Tensor]:
     source, target = crossing.source, crossing.target
     if crossing.begins is not None:
         crossing.ready.synchronize()

@@ -1,7 +1,8 @@
 """Which process is which device of a plan.
 
-In: what every process tells of itself (`Told`), the plan's cluster and the part of it that takes part. Out: `Seats`.
-No process talks here: it is a function of what was told, so every rank comes to the same answer, or the same refusal.
+In: what every process tells of itself (`RankInfo`), the plan's cluster and the part of it that takes part. Out:
+`RankMapping`. No process talks here: it is a function of what was told, so every rank comes to the same answer, or the
+same refusal.
 
 Hosts are matched to nodes, and the processes of a host to the devices of its node, each by the cheapest assignment:
 a process that cannot be the device costs most, then one of which nothing is known, and what remains goes in order.
@@ -35,7 +36,7 @@ _MODEL = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankInfo:
     """What a process tells of itself."""
 
     rank: int
@@ -57,7 +58,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class RankMapping:
     """Ranks that take part, sorted, and of each the number of its device in the part of the cluster that does."""
 
     ranks: tuple[int, ...]
@@ -74,7 +75,7 @@ def model_of(name: str) -> str:
     return found[1].replace(" ", "") if found else ""
 
 
-def find_seats(told: Sequence[Told], cluster: Cluster, on: Cluster) -> Seats:
+def find_seats(told: Sequence[RankInfo], cluster: Cluster, on: Cluster) -> RankMapping:
     """Seat every process at a device of `cluster`, or, where there are just enough for it, of `on`."""
     told = sorted(told, key=lambda one: one.rank)
     if len(told) == cluster.devices:
@@ -92,7 +93,7 @@ def find_seats(told: Sequence[Told], cluster: Cluster, on: Cluster) -> Seats:
         if device in part and not _can_be(one, kinds[device]):
             raise _wrong_hardware(one, where.device_names[device], kinds[device])
     taking = tuple(one.rank for one in told if seated[one.rank] in part)
-    return Seats(taking, tuple(part[seated[rank]] for rank in taking))
+    return RankMapping(taking, tuple(part[seated[rank]] for rank in taking))
 
 
 def devices_in(part: Cluster, whole: Cluster) -> tuple[int, ...]:
@@ -137,7 +138,7 @@ def _kinds(cluster: Cluster) -> list[Kind]:
 # The cheapest assignment
 
 
-def _seat(told: Sequence[Told], cluster: Cluster) -> dict[int, int]:
+def _seat(told: Sequence[RankInfo], cluster: Cluster) -> dict[int, int]:
     """The device of each rank."""
     hosts = _grouped(told, lambda one: one.host)
     nodes = _nodes_of(cluster)
@@ -151,10 +152,10 @@ def _seat(told: Sequence[Told], cluster: Cluster) -> dict[int, int]:
 
     @cache
     def price(looks: tuple[tuple[bool, str, int], ...], wanted: tuple[int, ...]) -> float:
-        processes = [Told(0, "", 0, "cuda" if gpu else "cpu", name, memory) for gpu, name, memory in looks]
+        processes = [RankInfo(0, "", 0, "cuda" if gpu else "cpu", name, memory) for gpu, name, memory in looks]
         return _assign(_costs(processes, [cluster.kinds[k] for k in wanted]))[1]
 
-    def cost(processes: list[Told], devices: list[int]) -> float:
+    def cost(processes: list[RankInfo], devices: list[int]) -> float:
         if len(processes) != len(devices):
             return _CANNOT * (len(told) + 1)
         looks = tuple((one.is_gpu, one.hardware, one.memory_bytes) for one in processes)
@@ -188,11 +189,11 @@ def _assign(costs: Sequence[Sequence[float]]) -> tuple[list[int], float]:
     return columns.tolist(), float(matrix[rows, columns].sum())
 
 
-def _costs(processes: Sequence[Told], kinds: Sequence[Kind]) -> list[list[float]]:
+def _costs(processes: Sequence[RankInfo], kinds: Sequence[Kind]) -> list[list[float]]:
     return [[_cost(one, kind) for kind in kinds] for one in processes]
 
 
-def _cost(one: Told, kind: Kind) -> float:
+def _cost(one: RankInfo, kind: Kind) -> float:
     if not _can_be(one, kind):
         return _CANNOT
     # What was measured names its hardware in `source`, whatever the kind is called.
@@ -203,7 +204,7 @@ def _cost(one: Told, kind: Kind) -> float:
     return 0.0 if model == has else _PERHAPS / 2
 
 
-def _can_be(one: Told, kind: Kind) -> bool:
+def _can_be(one: RankInfo, kind: Kind) -> bool:
     if not one.is_gpu:
         return True
     enough = one.memory_bytes >= ENOUGH_MEMORY * kind.memory_bytes
@@ -242,7 +243,7 @@ def torchrun_line(cluster: Cluster) -> str:
     return f"{start} N train.py, on each node, K from 0, N being {_counted(nodes)}"
 
 
-def _wrong_number(told: Sequence[Told], cluster: Cluster, on: Cluster) -> WorldError:
+def _wrong_number(told: Sequence[RankInfo], cluster: Cluster, on: Cluster) -> WorldError:
     hosts = _grouped(told, lambda one: one.host)
     wants = f"{on.devices} ({_counted(_nodes_of(on))})"
     if on.devices != cluster.devices:
@@ -254,7 +255,7 @@ def _wrong_number(told: Sequence[Told], cluster: Cluster, on: Cluster) -> WorldE
     )
 
 
-def _wrong_sizes(hosts: Mapping[str, Sequence[Told]], nodes: Mapping[str, Sequence[int]]) -> WorldError:
+def _wrong_sizes(hosts: Mapping[str, Sequence[RankInfo]], nodes: Mapping[str, Sequence[int]]) -> WorldError:
     return WorldError(
         f"the plan wants {_counted(nodes)}, and processes are spread otherwise: {_counted(hosts)}",
         where="processes per node",
@@ -262,7 +263,7 @@ def _wrong_sizes(hosts: Mapping[str, Sequence[Told]], nodes: Mapping[str, Sequen
     )
 
 
-def _wrong_hardware(one: Told, name: str, kind: Kind) -> WorldError:
+def _wrong_hardware(one: RankInfo, name: str, kind: Kind) -> WorldError:
     return WorldError(
         f"{one} should be {name} ({_gib(kind.memory_bytes)})",
         where=f"kind {kind.name} of the plan's cluster",

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lopsided.calibration.run_record import COMPUTE, NETWORK, Span, StepRun
-from lopsided.comm.backends import Work
+from lopsided.comm.backends import PendingWork
 
 HANDSHAKE = "handshake"
 DIGITS = 7  # of seconds in a file
@@ -121,7 +121,7 @@ class Recorder:
         self._sent.append(sent)
         return sent
 
-    def follow(self, sent: Sent, works: Sequence[Work]) -> list[Work]:
+    def follow(self, sent: Sent, works: Sequence[PendingWork]) -> list[PendingWork]:
         """What to wait for in place of these, which fill the host's memory."""
         return [self._arrivals.follow(sent, works)]
 
@@ -194,7 +194,7 @@ class _Arrivals:
         self._queue: queue.SimpleQueue[_Followed | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def follow(self, sent: Sent, works: Sequence[Work]) -> _Followed:
+    def follow(self, sent: Sent, works: Sequence[PendingWork]) -> _Followed:
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait_for_all, name="lopsided-recorder", daemon=True)
             self._thread.start()
@@ -216,7 +216,7 @@ class _Arrivals:
 class _Followed:
     """A collective that somebody waits for already."""
 
-    def __init__(self, sent: Sent, works: Sequence[Work]) -> None:
+    def __init__(self, sent: Sent, works: Sequence[PendingWork]) -> None:
         self._sent, self._works = sent, works
         self._done = threading.Event()
         self._error: Exception | None = None

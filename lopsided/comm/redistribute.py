@@ -1,7 +1,7 @@
 """Changing the placement of a value for real: this process's part in, this process's part out.
 
-In: a `Wire` and the shares. Out: `Exchange`, whose `move` is `imaginary.move` seen from one device, whose `convert`
-carries gradients too, and whose `gather` and `scatter` serve several tensors with one collective.
+In: a `Communicator` and the shares. Out: `Redistributor`, whose `move` is `imaginary.move` seen from one device, whose
+`convert` carries gradients too, and whose `gather` and `scatter` serve several tensors with one collective.
 
 A collective sends flat runs of elements, one run for each device. Where a shard is cut along the outermost dim the
 whole tensor already lies like that, and nothing is copied (`Layout.is_flat`).
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lopsided.calibration.run_record import CONVERSIONS
 from lopsided.cluster.collectives import Network
-from lopsided.comm.communicator import Handle, Wire
+from lopsided.comm.communicator import Communicator, Handle
 from lopsided.ir.placement import Placement, Shares, join_pieces, pieces_of, place_in_zeros, start_of, take_piece
 from lopsided.ops.simulated_devices import cotangent
 
@@ -76,10 +76,10 @@ class Layout:
         return [outer * block + k for outer in range(at.outer) for k in range(start, start + size)]
 
 
-class Exchange:
+class Redistributor:
     """Conversions between the devices of a plan. `shares` are in the order of the wire's ranks."""
 
-    def __init__(self, wire: Wire, shares: Shares, network: Network) -> None:
+    def __init__(self, wire: Communicator, shares: Shares, network: Network) -> None:
         self.wire, self.shares, self.network = wire, shares, network
         self.rank, self.size = wire.rank, wire.size
         self._layouts: dict[tuple[Placement, Shape], Layout] = {}
@@ -251,7 +251,7 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, source: Placement, to: Placement, shape: Shape, what: str, part: Tensor
+        ctx: Any, exchange: Redistributor, source: Placement, to: Placement, shape: Shape, what: str, part: Tensor
     ) -> Tensor:
         ctx.way = (exchange, source, to, shape, what)
         return exchange.move(part, source, to, shape, what)

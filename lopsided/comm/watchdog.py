@@ -1,6 +1,6 @@
 """No rank hangs in silence: every rank tells where it is, and who fails tells why.
 
-In: a `World` and the store through which its processes found each other. Out: `Watch`. A thread posts this rank's
+In: a `World` and the store through which its processes found each other. Out: `Watchdog`. A thread posts this rank's
 `Position` every second; the main thread only writes attributes. When a collective fails, `explain` reads the others'
 positions and names the rank that failed, died, left, or is elsewhere. A handshake at the start of a step finds ranks
 that do not do the same before they wait for each other.
@@ -140,7 +140,7 @@ def reason_of(error: BaseException, trace: TracebackType | None) -> str:
     return said + "".join(f" at {os.path.basename(frame.filename)}:{frame.lineno}" for frame in place)
 
 
-class Watch:
+class Watchdog:
     """Of one process. All ranks make one, with the same store; `side` is those that take part, for handshakes."""
 
     def __init__(
@@ -410,11 +410,11 @@ class Watch:
 
 # Of the process: one hook for all watches
 
-_live: list[Watch] = []
+_live: list[Watchdog] = []
 _hooked = False
 
 
-def _keep(watch: Watch) -> None:
+def _keep(watch: Watchdog) -> None:
     global _hooked
     _live.append(watch)
     if not _hooked:

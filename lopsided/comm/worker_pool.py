@@ -1,7 +1,7 @@
 """Local worker processes that talk over gloo: a small cluster on one machine.
 
-In: how many. Out: `Crew`, which runs a function in every worker and returns what each returned. Workers stay, so that
-many short jobs pay for one start. If one fails, the others are ended and its traceback is told.
+In: how many. Out: `WorkerPool`, which runs a function in every worker and returns what each returned. Workers stay, so
+that many short jobs pay for one start. If one fails, the others are ended and its traceback is told.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GRACE_S = 20.0
 _PRELOAD = ["torch", "torch.distributed", "lopsided"]
 
 
-class Crew:
+class WorkerPool:
     """`size` processes in one gloo group. Use it as a context; `run` is called from the parent.
 
     `cores` pins each worker: one list of core numbers per worker. Every worker has one thread unless told otherwise.
@@ -66,7 +66,7 @@ class Crew:
             self._end()
             raise
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 
-from lopsided.comm.rank_mapping import Told, find_seats
+from lopsided.comm.rank_mapping import RankInfo, find_seats
 from lopsided.errors import WorldError
 from lopsided.planner.plan_data import Plan
 
@@ -39,7 +39,7 @@ class World:
     ranks: tuple[int, ...]
     order: tuple[int, ...]
     device: torch.device
-    told: tuple[Told, ...] = ()  # what every rank told of itself
+    told: tuple[RankInfo, ...] = ()  # what every rank told of itself
 
     @property
     def takes_part(self) -> bool:
@@ -61,7 +61,7 @@ class World:
         return _backend_of(self.told)
 
 
-def _backend_of(told: Sequence[Told]) -> str:
+def _backend_of(told: Sequence[RankInfo]) -> str:
     # A chip's number is its own, whatever its host is called: two agents of torchrun may share one.
     chips = {one.chip or f"{one.host} {one.device}" for one in told if one.is_gpu}
     return "nccl" if told and len(chips) == len(told) and dist.is_nccl_available() else "gloo"
@@ -186,14 +186,14 @@ def share_plan(
     return text
 
 
-def _tell(device: torch.device) -> tuple[Told, ...]:
+def _tell(device: torch.device) -> tuple[RankInfo, ...]:
     """What every rank tells of itself."""
     hardware, memory, chip = "cpu", 0, ""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         hardware, memory, chip = torch.cuda.get_device_name(device), facts.total_memory, str(getattr(facts, "uuid", ""))
-    mine = Told(dist.get_rank(), socket.gethostname(), _local_rank(), str(device), hardware, memory, chip)
-    heard: list[tuple[str, Told]] = [("", mine)] * dist.get_world_size()
+    mine = RankInfo(dist.get_rank(), socket.gethostname(), _local_rank(), str(device), hardware, memory, chip)
+    heard: list[tuple[str, RankInfo]] = [("", mine)] * dist.get_world_size()
     dist.all_gather_object(heard, (os.environ.get("GROUP_RANK", ""), mine), group=_group_to_talk())
     # Two agents of torchrun on one machine are two nodes.
     agents = Counter(host for _, host in {(agent, one.host) for agent, one in heard})

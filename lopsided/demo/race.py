@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lopsided.cluster.cluster import Cluster
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.demo.contest import (
     ALONE,
     BY_SPEED,
@@ -74,7 +74,7 @@ class Busy:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RaceEntry:
     """What became of a contestant. `workers` and `shares` have an entry for each that takes part in it, else None."""
 
     name: str
@@ -88,7 +88,7 @@ class Entry:
     def measured_s(self) -> float:
         return statistics.median(self.rounds_s)
 
-    def faster_than(self, other: Entry) -> float:
+    def faster_than(self, other: RaceEntry) -> float:
         """Round by round, since what disturbs one disturbs its neighbours."""
         pairs = zip(other.rounds_s, self.rounds_s, strict=True)
         return statistics.median(theirs / mine for theirs, mine in pairs)
@@ -103,11 +103,11 @@ class Outcome:
     plan: Plan
     parameters: int
     stored: tuple[tuple[str, float], ...]  # "whole", "cut", "gathered": parts of all parameters
-    entries: tuple[Entry, ...]
+    entries: tuple[RaceEntry, ...]
     steps: int
     seconds: float
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> RaceEntry:
         return next(entry for entry in self.entries if entry.name == name)
 
     @property
@@ -125,7 +125,7 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
         setting = replace(setting, size=_QUICK_SIZE)
     size, devices = setting.size, setting.devices
     say("starting", f"{len(devices)} workers")
-    with Crew(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S) as crew:
+    with WorkerPool(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S) as crew:
         crew.run(leave)  # the first job is done when all have met
         say("measuring", f"all {len(devices)} at once, for about {pace.measure_s:g} s")
         cluster: Cluster = crew.run(take_measure, size, devices, pace.measure_s)[0]
@@ -160,7 +160,7 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
     )
 
 
-def _race(crew: Crew, pace: Pace, devices: tuple[str, ...], say: Say) -> list[list[Round]]:
+def _race(crew: WorkerPool, pace: Pace, devices: tuple[str, ...], say: Say) -> list[list[Round]]:
     """Of every round what every worker tells; the first, in which all is made that is made once, does not count."""
     dice, order = random.Random(0), list(CONTESTANTS)
     rounds: list[list[Round]] = []
@@ -186,7 +186,7 @@ def _rows(batch: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 def _entry(
     name: str, rounds: Sequence[Sequence[Round]], shares: Sequence[float | None], predicted_s: float, steps: int
-) -> Entry:
+) -> RaceEntry:
     counted = rounds[1:]
     takes_part = [share is not None for share in shares]
     busy = [_busy([worker.spent[name] for worker in told], takes_part, steps) for told in counted]
@@ -194,7 +194,7 @@ def _entry(
     for rank, taking in enumerate(takes_part):
         mine = [one for told in busy if (one := told[rank]) is not None]
         workers.append(_median(mine) if taking else None)
-    return Entry(
+    return RaceEntry(
         name,
         predicted_s,
         tuple(max(worker.spent[name].total_s for worker in told) / steps for told in counted),

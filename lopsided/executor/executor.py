@@ -1,7 +1,7 @@
 """A program as one device runs it.
 
-In: a `Program`, an `Exchange`, this device's random numbers. Out: `Steps`, whose `run` takes the leaves and returns the
-loss and the new buffers, differentiable.
+In: a `Program`, an `Redistributor`, this device's random numbers. Out: `Executor`, whose `run` takes the leaves and
+returns the loss and the new buffers, differentiable.
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lopsided.comm.redistribute import Exchange
+from lopsided.comm.redistribute import Redistributor
 from lopsided.executor.gradients import Gradients, Synced
-from lopsided.executor.instructions import Compute, Convert, Gather, Instruction, Pass, Region, Slots, Whole, run_all
-from lopsided.executor.local_op import AnyRandomness, Op
-from lopsided.executor.prefetch import Gatherer, Regathered, Wanted, in_buckets
+from lopsided.executor.instructions import (
+    Convert,
+    Gather,
+    Instruction,
+    Pass,
+    Region,
+    RunNode,
+    Slots,
+    UseReplicated,
+    run_all,
+)
+from lopsided.executor.local_op import AnyRandomness, LocalOp
+from lopsided.executor.prefetch import GatheredCopy, Gatherer, Regathered, in_buckets
 from lopsided.executor.randomness import streams_of
 from lopsided.ir.graph import Context
 from lopsided.ir.op_call import surroundings
@@ -28,13 +38,13 @@ from lopsided.ops.op import Call
 from lopsided.schedule.layout import BUCKET_BYTES, regathered
 
 
-class Steps:
+class Executor:
     """The instructions of a program on one device."""
 
     def __init__(
         self,
         program: Program,
-        exchange: Exchange,
+        exchange: Redistributor,
         gradients: Gradients,
         random: AnyRandomness,
         parameters: Mapping[str, nn.Parameter],
@@ -88,7 +98,7 @@ class _Compiler:
     def __init__(
         self,
         program: Program,
-        exchange: Exchange,
+        exchange: Redistributor,
         gradients: Gradients,
         random: AnyRandomness,
         parameters: Mapping[str, nn.Parameter],
@@ -103,11 +113,11 @@ class _Compiler:
         self.targets = {leaf.value.name: leaf.target for leaf in program.graph.parameters}
         self.stored = dict(program.leaves)
         self.slots: dict[tuple[str, Placement], int] = {}
-        self.wanted: dict[int, Wanted] = {}
+        self.wanted: dict[int, GatheredCopy] = {}
         self.again = self._gathered_again() if regather else {}
         contexts = [replace(step.node.context, grad=True, recompute=0) for step in program.steps]
         self.context = max(contexts, key=contexts.count) if contexts else Context()
-        self.regathers: list[list[Wanted]] = []
+        self.regathers: list[list[GatheredCopy]] = []
 
     def _gathered_again(self) -> dict[str, list[tuple[str, Placement]]]:
         """For each node the copies that are gathered again before its backward pass: it is the last to use them.
@@ -161,10 +171,10 @@ class _Compiler:
             at, into = self.slots[name, source], self.slot(name, to)
             is_stored = name in self.targets and self.stored[name] == source
             if is_stored and source.kind == "I" and to.kind == "R":
-                yield Whole(self.gradients, self._synced(name, None), at, into)
+                yield UseReplicated(self.gradients, self._synced(name, None), at, into)
             elif is_stored and source.is_shard and to.is_whole:
                 layout = self.exchange.layout(source, value.shape)
-                wanted = Wanted(into, at, layout, value.torch_dtype, self.targets[name])
+                wanted = GatheredCopy(into, at, layout, value.torch_dtype, self.targets[name])
                 self.wanted[into] = wanted
                 yield Gather(self.gradients, self._synced(name, source), wanted, to == R)
             else:
@@ -175,14 +185,14 @@ class _Compiler:
         layout = None if placement is None else self.exchange.layout(placement, shape)
         return Synced(self.targets[name], self.parameters[self.targets[name]], layout)
 
-    def compute(self, step: Step) -> Compute:
+    def compute(self, step: Step) -> RunNode:
         node = step.node
         call = Call(node, tuple(self.program.graph.values[name] for name in node.operands))
         context = node.context if replace(node.context, recompute=0) != self.context else None
         again = [self.slots[copy] for copy in self.again.get(node.name, ())]
-        return Compute(
+        return RunNode(
             node,
-            Op(call, step.rule, self.exchange, self.random, self.device).run,
+            LocalOp(call, step.rule, self.exchange, self.random, self.device).run,
             tuple(self.slots[key] for key in zip(node.operands, step.rule.needs, strict=True)),
             tuple(self.slot(value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True)),
             tuple(value.grad for value in node.results),
@@ -190,20 +200,20 @@ class _Compiler:
             tuple(again),
         )
 
-    def _regather_buckets(self, made: Sequence[Instruction]) -> list[list[Wanted]]:
-        computes = [i for i in made if isinstance(i, Compute)]
+    def _regather_buckets(self, made: Sequence[Instruction]) -> list[list[GatheredCopy]]:
+        computes = [i for i in made if isinstance(i, RunNode)]
         copies = {copy for compute in computes for copy in compute.again}
         for compute in computes:
             compute.saves_copies = not copies.isdisjoint(compute.operands)
         return in_buckets([[self.wanted[copy] for copy in c.again] for c in reversed(computes)], self.bucket_bytes)
 
-    def gathers(self, made: Sequence[Instruction]) -> list[list[Wanted]]:
+    def gathers(self, made: Sequence[Instruction]) -> list[list[GatheredCopy]]:
         """The copies that these instructions gather, in buckets, in the order of their consumers."""
-        consumers: list[list[Wanted]] = [[]]
+        consumers: list[list[GatheredCopy]] = [[]]
         for instruction in flat(made):
             if isinstance(instruction, Gather):
                 consumers[-1].append(instruction.wanted)
-            elif isinstance(instruction, Compute):
+            elif isinstance(instruction, RunNode):
                 consumers.append([])
         return in_buckets(consumers, self.bucket_bytes)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lopsided.comm.redistribute import Exchange
+from lopsided.comm.redistribute import Redistributor
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import surroundings
 from lopsided.ir.placement import I
@@ -27,7 +27,7 @@ RunRule = Callable[[Call, Rule, Sequence[Tensor]], Results]
 class ByFactors:
     """One op under one `[sfb]` rule. `run` computes a rule on this device's tensors."""
 
-    def __init__(self, call: Call, rule: Rule, exchange: Exchange, run: RunRule) -> None:
+    def __init__(self, call: Call, rule: Rule, exchange: Redistributor, run: RunRule) -> None:
         self.call, self.rule, self.exchange, self.run = call, rule, exchange, run
         self.plain = replace(rule, how="plain")
         self.wanted = [k for k, need in enumerate(rule.needs) if need == I and call.operands[k].grad]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lopsided.calibration.run_record import BUCKETS
 from lopsided.comm.communicator import Handle
-from lopsided.comm.redistribute import Exchange, Layout
+from lopsided.comm.redistribute import Layout, Redistributor
 from lopsided.schedule.layout import BUCKET_BYTES
 
 SCATTERS_AT_ONCE = 2
@@ -44,7 +44,7 @@ class _Bucket:
 class Gradients:
     """Collects, sends and hands out the gradients of one model on one device."""
 
-    def __init__(self, exchange: Exchange, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, exchange: Redistributor, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.exchange, self.bucket_bytes = exchange, bucket_bytes
         self.syncing = True
         self.on_finish: Callable[[], None] = lambda: None

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from lopsided.comm.recorder import Recorder
-from lopsided.comm.redistribute import Exchange, Shape
+from lopsided.comm.redistribute import Redistributor, Shape
 from lopsided.executor.gradients import CopyOfPieces, CopyOfWhole, Gradients, Synced
 from lopsided.executor.local_op import AnyRandomness, RunOp, connected
-from lopsided.executor.prefetch import Before, Gatherer, Regathered, Wanted
-from lopsided.executor.randomness import Randomness, streams_of
+from lopsided.executor.prefetch import Before, GatheredCopy, Gatherer, Regathered
+from lopsided.executor.randomness import RankRandomness, streams_of
 from lopsided.ir.graph import Context, Node
 from lopsided.ir.op_call import surroundings
 from lopsided.ir.placement import Placement
@@ -64,7 +64,7 @@ class Instruction(ABC):
 
 @dataclass(slots=True)
 class Convert(Instruction):
-    exchange: Exchange
+    exchange: Redistributor
     source: int
     to: int
     way: tuple[Placement, Placement]
@@ -84,7 +84,7 @@ class Convert(Instruction):
 
 
 @dataclass(slots=True)
-class Whole(Instruction):
+class UseReplicated(Instruction):
     gradients: Gradients
     synced: Synced
     source: int
@@ -110,7 +110,7 @@ class Whole(Instruction):
 class Gather(Instruction):
     gradients: Gradients
     synced: Synced
-    wanted: Wanted
+    wanted: GatheredCopy
     is_sum: bool
 
     @property
@@ -132,7 +132,7 @@ class Gather(Instruction):
 
 
 @dataclass(slots=True)
-class Compute(Instruction):
+class RunNode(Instruction):
     node: Node
     op: RunOp
     operands: tuple[int, ...]
@@ -191,7 +191,7 @@ def run_all(instructions: Sequence[Instruction], slots: Slots, this: Pass) -> No
 
 
 def _run_recorded(instruction: Instruction, slots: Slots, this: Pass, recorder: Recorder) -> None:
-    if not isinstance(instruction, Compute):
+    if not isinstance(instruction, RunNode):
         instruction.run(slots, this)
         return
     recorder.mark(instruction.node.name)
@@ -212,14 +212,14 @@ class Region(Instruction):
     asked for, which on a device with an empty piece may be later than on the others, or never.
     """
 
-    exchange: Exchange
+    exchange: Redistributor
     random: AnyRandomness
     context: Context
     inside: list[Instruction]
     takes: tuple[int, ...]  # slots from outside, parameters apart
     stored: tuple[int, ...]  # slots of parameters
     gives: tuple[int, ...]
-    gathers: list[list[Wanted]]
+    gathers: list[list[GatheredCopy]]
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -246,7 +246,7 @@ class _Again(torch.autograd.Function):
     def forward(
         ctx: Any, region: Region, slots: Slots, this: Pass, leaves: dict[int, Tensor], always: Tensor, *taken: Tensor
     ) -> Any:
-        state = region.random.state() if isinstance(region.random, Randomness) else None
+        state = region.random.state() if isinstance(region.random, RankRandomness) else None
         ctx.about = (region, leaves, state, len(slots), this.recorder)
         ctx.save_for_backward(*taken)
         inner: Slots = list(slots)
@@ -265,7 +265,7 @@ class _Again(torch.autograd.Function):
         taken = [t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors]
         for slot, tensor in zip(region.takes, taken, strict=True):
             slots[slot] = tensor
-        now = region.random.state() if isinstance(region.random, Randomness) else None
+        now = region.random.state() if isinstance(region.random, RankRandomness) else None
         if now is not None:
             region.random.set_state(state)
         stored = {one.stored: slots[one.stored] for bucket in region.gathers for one in bucket}

@@ -1,6 +1,7 @@
 """One op on one device: its piece computed by its rule, everything that can be settled before the run settled.
 
-In: a `Call`, a `Rule`, an `Exchange`, random numbers. Out: `Op`, whose `run` maps this device's operands to results.
+In: a `Call`, a `Rule`, an `Redistributor`, random numbers. Out: `LocalOp`, whose `run` maps this device's operands to
+results.
 
 All devices must start the same collectives in the same order, also going backward, also those whose piece is empty. So
 the autograd graph has the same shape everywhere: an op without elements is still a function with a backward
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lopsided.comm.redistribute import Exchange
+from lopsided.comm.redistribute import Redistributor
 from lopsided.executor.factors import ByFactors
-from lopsided.executor.randomness import Randomness
+from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import Arg, Atom, Node, Ref
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import aten_overload, makes_tensors, resolve_op
@@ -31,13 +32,15 @@ from lopsided.ops.views import expand_to_local_shape, to_local_shape
 
 Operands = Sequence[Tensor]
 RunOp = Callable[[Operands], list[Tensor]]
-AnyRandomness = Randomness | SeededRandomness
+AnyRandomness = RankRandomness | SeededRandomness
 
 
-class Op:
+class LocalOp:
     """One op by one rule, prepared: what can be settled before the run is settled here."""
 
-    def __init__(self, call: Call, rule: Rule, exchange: Exchange, random: AnyRandomness, device: torch.device) -> None:
+    def __init__(
+        self, call: Call, rule: Rule, exchange: Redistributor, random: AnyRandomness, device: torch.device
+    ) -> None:
         self.call, self.rule, self.exchange, self.random, self.device = call, rule, exchange, random, device
         self.pieces = rule_pieces(call, rule, exchange.shares)
         placed = zip(rule.gives, call.node.results, strict=True)
@@ -76,7 +79,7 @@ class Op:
 
     def _by(self, call: Call, rule: Rule, operands: Operands) -> list[Tensor]:
         """Another rule of the same op; on whole values nothing is cut."""
-        found: list[Tensor] = Op(call, rule, self.exchange, self.random, self.device).run(operands)
+        found: list[Tensor] = LocalOp(call, rule, self.exchange, self.random, self.device).run(operands)
         return found
 
     def _local(self, operands: Operands) -> Local:
@@ -213,7 +216,7 @@ class _Nothing(torch.autograd.Function):
     """An op whose results have no elements here; its operands' gradients are zero."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, count: int, *operands: Tensor) -> Any:
+    def forward(ctx: Any, op: LocalOp, count: int, *operands: Tensor) -> Any:
         ctx.about = [(t.shape, t.dtype, t.device) for t in operands]
         made = []
         for shape, value in zip(op.shapes, op.call.node.results, strict=True):

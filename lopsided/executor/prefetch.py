@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lopsided.comm.redistribute import Exchange, Gathering, Layout
+from lopsided.comm.redistribute import Gathering, Layout, Redistributor
 from lopsided.schedule.layout import BUCKET_BYTES, GATHERS_AT_ONCE
 
 Copy = int  # the slot a gathered copy goes to: its name within a program
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class GatheredCopy:
     """A copy to gather: where it goes, where the stored piece is, how it is cut, and its dtype."""
 
     copy: Copy
@@ -40,9 +40,11 @@ class Wanted:
         return size
 
 
-def in_buckets(consumers: Sequence[Sequence[Wanted]], bucket_bytes: int = BUCKET_BYTES) -> list[list[Wanted]]:
+def in_buckets(
+    consumers: Sequence[Sequence[GatheredCopy]], bucket_bytes: int = BUCKET_BYTES
+) -> list[list[GatheredCopy]]:
     """What consecutive consumers want, put together up to a bucket's size; what one consumer wants is never parted."""
-    found: list[list[Wanted]] = []
+    found: list[list[GatheredCopy]] = []
     size = 0
     for wanted in consumers:
         more = sum(one.whole_bytes for one in wanted)
@@ -59,10 +61,12 @@ def in_buckets(consumers: Sequence[Sequence[Wanted]], bucket_bytes: int = BUCKET
 class Gatherer:
     """The gathers of one pass. `piece` gives the stored piece in a slot."""
 
-    def __init__(self, exchange: Exchange, buckets: Sequence[Sequence[Wanted]], piece: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self, exchange: Redistributor, buckets: Sequence[Sequence[GatheredCopy]], piece: Callable[[int], Tensor]
+    ) -> None:
         self.exchange, self.buckets, self.piece = exchange, buckets, piece
         self._number = {wanted.copy: k for k, bucket in enumerate(buckets) for wanted in bucket}
-        self._started: list[list[tuple[Sequence[Wanted], Gathering]]] = []
+        self._started: list[list[tuple[Sequence[GatheredCopy], Gathering]]] = []
         self._there: dict[Copy, Tensor] = {}
         self._waited = 0
 
@@ -88,7 +92,7 @@ class Gatherer:
 
     def _start(self) -> None:
         bucket = self.buckets[len(self._started)]
-        under_way: list[tuple[Sequence[Wanted], Gathering]] = []
+        under_way: list[tuple[Sequence[GatheredCopy], Gathering]] = []
         for dtype in dict.fromkeys(one.dtype for one in bucket):
             same = [one for one in bucket if one.dtype == dtype]
             more = f" and {len(same) - 1} more" if len(same) > 1 else ""
@@ -111,7 +115,9 @@ class _Note:
 class Regathered:
     """The copies of one forward pass that its backward pass gathers again, bucket by bucket."""
 
-    def __init__(self, exchange: Exchange, buckets: Sequence[Sequence[Wanted]], piece: Callable[[int], Tensor]) -> None:
+    def __init__(
+        self, exchange: Redistributor, buckets: Sequence[Sequence[GatheredCopy]], piece: Callable[[int], Tensor]
+    ) -> None:
         self._make: Callable[[], Gatherer] = lambda: Gatherer(exchange, buckets, piece)
         self._gatherer: Gatherer | None = None
         self._last = buckets[-1][-1].copy if buckets else None

@@ -1,7 +1,8 @@
 """Random numbers of a run: on whole values the same everywhere, on pieces each device its own.
 
-In: a seed that all processes share. Out: `Randomness`, two streams of this process: `shared` advances alike on every
-process, `own` belongs to its rank. Ops that draw from torch's default generator do so from the stream they should.
+In: a seed that all processes share. Out: `RankRandomness`, two streams of this process: `shared` advances alike on
+every process, `own` belongs to its rank. Ops that draw from torch's default generator do so from the stream they
+should.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lopsided.ir.placement import Placement
 from lopsided.ops.op import Local
 
 
-class Randomness:
+class RankRandomness:
     """Two generators on the device of this process."""
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
@@ -79,4 +80,4 @@ class Randomness:
 
 def streams_of(random: object) -> AbstractContextManager[None]:
     """What surrounds a pass that draws; with other than real random numbers, nothing."""
-    return random.streams() if isinstance(random, Randomness) else nullcontext()
+    return random.streams() if isinstance(random, RankRandomness) else nullcontext()

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lopsided.cluster.cluster import MEASURABLE, Cluster
-from lopsided.cluster.collectives import Network, Way
+from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.cluster.devices import Kind, Link
 from lopsided.errors import InputError
 from lopsided.ir.notation import Rule
@@ -178,7 +178,7 @@ def _by_one_way(cluster: Cluster, way: str) -> Cluster:
     return replace(cluster, collectives=tuple(entries))
 
 
-def _link(way: Way) -> Link:
+def _link(way: Algorithm) -> Link:
     """A way as if it had been measured."""
     equal = way.s_per_byte_if_equal
     if not equal:

@@ -35,12 +35,12 @@ import numpy as np
 from scipy.optimize import linprog
 
 from lopsided.cluster.cluster import Cluster
-from lopsided.cluster.collectives import Network, Way
+from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.errors import DoesNotFitError, LopsidedError, SharesError
 from lopsided.ir.placement import Shares
 from lopsided.planner.rounding import Price, Rounding, Units
 from lopsided.schedule.cost import Cut, Scale
-from lopsided.schedule.critical_path import Load, Memory, Path, PerKind, Point, Sizes, Walk
+from lopsided.schedule.critical_path import CriticalPath, FoldedStep, FractionalShares, MemoryRows, Path, PerKind, Sizes
 from lopsided.schedule.layout import Schedule
 from lopsided.schedule.memory import Holding
 
@@ -59,7 +59,7 @@ class Balance:
     """The best shares found, and what they promise."""
 
     shares: Shares
-    point: Point  # the shares before rounding, per kind
+    point: FractionalShares  # the shares before rounding, per kind
     objective_s: float  # the step before rounding
     bound_s: float  # no shares are faster, with collectives by the same ways
     rounded_s: float  # the step in whole units
@@ -90,7 +90,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Solution:
-    point: Point
+    point: FractionalShares
     step_s: float
 
 
@@ -98,7 +98,9 @@ class _LinearProgram:
     """Rows that are at most 0. The unknown of a share is that of all devices of a kind together, and seconds are in
     units of a step: the solver's tolerances are absolute, so figures should be near 1."""
 
-    def __init__(self, load: Load, memory: Memory, names: Sequence[str], ways: Sequence[Way], unit_s: float) -> None:
+    def __init__(
+        self, load: FoldedStep, memory: MemoryRows, names: Sequence[str], ways: Sequence[Algorithm], unit_s: float
+    ) -> None:
         self.load, self.memory, self.names, self.ways, self.unit_s = load, memory, names, ways, unit_s
         self.counts = memory.counts
         self.columns: dict[tuple[object, ...], int] = {}
@@ -190,7 +192,7 @@ class _LinearProgram:
         """The best shares and how many solves they took."""
         solves, solution = 1, self.solve()
         while solves < _PATHS:
-            walk = Walk(self.load, solution.point, self.ways)
+            walk = CriticalPath(self.load, solution.point, self.ways)
             if walk.step_s <= solution.step_s + 10 * _EXACT * self.unit_s:
                 break
             self._at_most(self._along(walk.path), self.step)
@@ -241,7 +243,7 @@ class _LinearProgram:
             )
         found = [float(x) for x in outcome.x]
         shares = {name: self._cleaned([found[self._share(name, k)] for k in range(kinds)]) for name in self.names}
-        return _Solution(Point(shares, self.counts), found[self.step] * self.unit_s)
+        return _Solution(FractionalShares(shares, self.counts), found[self.step] * self.unit_s)
 
     def _whole(self, width: int) -> np.ndarray:
         """The rows that sum the shares of each name."""
@@ -295,12 +297,12 @@ def balance(
             where=f"cluster {cluster.name}",
             do="give one limit per kind",
         )
-    load, memory = Load(schedule, network), Memory(cluster, holdings, limits)
+    load, memory = FoldedStep(schedule, network), MemoryRows(cluster, holdings, limits)
     if names is None:
         names = sorted({name for name, _ in (*load.cuts(), *memory.cut)} - {*tied})
     names, scale = tuple(dict.fromkeys(("", *names))), Scale(cluster, reference)
 
-    def rounded(room: Memory) -> tuple[_Answer, Rounding, Units, Price]:
+    def rounded(room: MemoryRows) -> tuple[_Answer, Rounding, Units, Price]:
         answer = _solved(load, room, network, names, scale)
         rounding = Rounding(load, network, memory, answer.point, answer.walk)
         return answer, rounding, *rounding.best(polish)
@@ -337,23 +339,23 @@ def balance(
 class _Answer:
     """The best shares before rounding, by the cheapest ways there, and what the linear program said of its own."""
 
-    point: Point
-    walk: Walk
+    point: FractionalShares
+    walk: CriticalPath
     bound_s: float
     solves: int
 
 
-def _solved(load: Load, memory: Memory, network: Network, names: Sequence[str], reference: Sizes) -> _Answer:
+def _solved(load: FoldedStep, memory: MemoryRows, network: Network, names: Sequence[str], reference: Sizes) -> _Answer:
     """The program needs fixed ways: the cheapest at the reference. If others are at its answer, again with those."""
     ways = load.ways(network, reference)
-    unit_s = Walk(load, reference, ways).step_s or 1.0
+    unit_s = CriticalPath(load, reference, ways).step_s or 1.0
     answers: list[_Answer] = []
-    tried: set[tuple[Way, ...]] = set()
+    tried: set[tuple[Algorithm, ...]] = set()
     while ways not in tried and len(tried) < _CHOICES:
         tried.add(ways)
         solution, solves = _LinearProgram(load, memory, names, ways, unit_s).best()
         ways = load.ways(network, solution.point)
-        walk = Walk(load, solution.point, ways)
+        walk = CriticalPath(load, solution.point, ways)
         answers.append(_Answer(solution.point, walk, solution.step_s, solves))
     best = min(answers, key=lambda answer: answer.walk.step_s)
     return replace(best, solves=sum(answer.solves for answer in answers))

@@ -66,7 +66,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Laid:
+class LoweredCandidate:
     """A program laid out in time and memory, whatever the shares."""
 
     program: Program

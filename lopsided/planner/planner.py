@@ -34,7 +34,7 @@ from lopsided.planner.ablation import ADDITIONS, DEVICES, SEGMENTS, Belief, addi
 from lopsided.planner.baselines import STATE, stored_so
 from lopsided.planner.candidates import Candidate, Limits
 from lopsided.planner.plan_data import INTERRUPTED, Baseline, Breakdown, Plan, SearchReport
-from lopsided.planner.proposals import Workshop
+from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search import Progress
 from lopsided.planner.search_cost import NOTHING_HIDDEN
 from lopsided.planner.segments import given_segments
@@ -162,12 +162,12 @@ class _Task:
     known: Sequence[Plan]
     progress: Callable[[Progress], None]
 
-    def shop(self, *, whole: bool = False) -> Workshop:
+    def shop(self, *, whole: bool = False) -> CandidatePool:
         """The workshop; the whole of it, whatever is to be left out."""
         without = frozenset[str]() if whole else self.without
         rules = fewer_rules(self.rules, without)
         kept = optimizer_named(self.optimizer)
-        shop = Workshop(self.graph, rules, kept, self.limits(rules), self.progress, without)
+        shop = CandidatePool(self.graph, rules, kept, self.limits(rules), self.progress, without)
         shop.plain_book = self.rules
         return shop
 
@@ -211,7 +211,7 @@ def _planned(task: _Task, cluster: Cluster, most: int = 1) -> tuple[Plan, ...]:
     )
 
 
-def _judge_known(shop: Workshop, known: Plan, cluster: Cluster) -> None:
+def _judge_known(shop: CandidatePool, known: Plan, cluster: Cluster) -> None:
     """A plan that was made before, on the devices of these names."""
     if known.graph.fingerprint != shop.graph.fingerprint:
         raise PlanError("a plan that should compete is for another model or batch", do="give a plan of the same model")
@@ -387,7 +387,7 @@ def _every_device(on: Cluster, per_kind: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for kind, size in zip(on.kinds, per_kind, strict=True) for _ in range(kind.devices))
 
 
-def _without(shop: Workshop, cluster: Cluster) -> tuple[dict[str, float], dict[str, float]]:
+def _without(shop: CandidatePool, cluster: Cluster) -> tuple[dict[str, float], dict[str, float]]:
     """The step without each device and without each node. A smaller cluster that turns out faster becomes the best."""
     devices: dict[str, float] = {}
     nodes: dict[str, float] = {}
@@ -406,7 +406,7 @@ def _without(shop: Workshop, cluster: Cluster) -> tuple[dict[str, float], dict[s
 
 
 def _left_with(
-    shop: Workshop, alike: Sequence[str], shrink: Callable[[Cluster, str], Cluster], cluster: Cluster
+    shop: CandidatePool, alike: Sequence[str], shrink: Callable[[Cluster, str], Cluster], cluster: Cluster
 ) -> float:
     """The step when one of these, which are alike, is gone; infinite if the model then fits nowhere."""
     best = shop.chosen
@@ -429,7 +429,7 @@ def _left_with(
 
 
 def _answer(
-    shop: Workshop,
+    shop: CandidatePool,
     cluster: Cluster,
     classics: Sequence[Candidate],
     best: Candidate,
@@ -496,7 +496,7 @@ def _in_use(program: Program, shares: Shares) -> Shares:
     )
 
 
-def _notes(shop: Workshop, cluster: Cluster, best: Candidate) -> Iterator[str]:
+def _notes(shop: CandidatePool, cluster: Cluster, best: Candidate) -> Iterator[str]:
     """What a reader should know beside the numbers."""
     if idle := [name for name in cluster.device_names if name not in best.on.device_names]:
         if len(idle) == 1:

@@ -1,7 +1,7 @@
 """Pairs of a program and shares, made in every sensible way and judged by the timeline of a whole step.
 
-In: a `Graph`, its `RuleBook`, a `Cluster`. Out: `Candidate`s. `Workshop` holds what they are made with; each of its
-methods is one way to make some:
+In: a `Graph`, its `RuleBook`, a `Cluster`. Out: `Candidate`s. `CandidatePool` holds what they are made with; each of
+its methods is one way to make some:
 
     classic     the strategies everyone knows, with the shares everyone gives them
     improve     search and balance in turn from several seeds, on one part of a cluster
@@ -32,8 +32,8 @@ from lopsided.planner.baselines import STATE, batch_dims, data_parallel, leaves_
 from lopsided.planner.candidates import (
     BETTER,
     Candidate,
-    Laid,
     Limits,
+    LoweredCandidate,
     Sort,
     excess,
     memory_limits,
@@ -61,7 +61,7 @@ _NEAR = 1.25  # times the best predicted step: what is further off is not worth 
 Turns = dict[tuple[Shares, Hidden], Candidate]  # what a turn of search and balance came to, by what it began with
 
 
-class Workshop:
+class CandidatePool:
     """What candidates are made with; remembers prices and counts searches."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Workshop:
         self.fewest_devices = 1  # a plan may use
         self._costs: dict[str, Costs] = {}
         self._ideal: dict[str, float] = {}
-        self._laid: dict[tuple[str, int, bool, int], Laid] = {}
+        self._laid: dict[tuple[str, int, bool, int], LoweredCandidate] = {}
         self._saved: Saves = {}
         self._known: dict[tuple[str, bool], list[tuple[Candidate, bool]]] = {}  # what searches on a part came to
         self._conversions: dict[tuple[str, Shares], Tables] = {}
@@ -151,7 +151,7 @@ class Workshop:
             self.tried.append(candidate)
         return candidate
 
-    def laid_out(self, on: Cluster, program: Program, regather: bool, bucket_bytes: int) -> Laid:
+    def laid_out(self, on: Cluster, program: Program, regather: bool, bucket_bytes: int) -> LoweredCandidate:
         """What does not depend on shares. The last few are remembered: each is judged with several."""
         key = (on.fingerprint, id(program), regather, bucket_bytes)
         if key not in self._laid:
@@ -163,7 +163,7 @@ class Workshop:
             # The step that works with most is that of the device with the largest share.
             fewest = max(round(1 / max(self.by_speed(on))), 1)
             held = holdings(program, self.optimizer, regather=regather, devices=fewest)
-            self._laid[key] = Laid(program, schedule, held, stored_in(program))
+            self._laid[key] = LoweredCandidate(program, schedule, held, stored_in(program))
         return self._laid[key]
 
     def equal(self, on: Cluster) -> Shares:
@@ -224,7 +224,7 @@ class Workshop:
         program, shares = self.plain[0][1], self.by_speed(on)
         return [self.judge("dp-part", on, program, shares, False, bucket_bytes=BUCKET_BYTES)]
 
-    def within(self, book: RuleBook, limits: Limits) -> Workshop:
+    def within(self, book: RuleBook, limits: Limits) -> CandidatePool:
         """This workshop, searching another rule book of the same graph from now on."""
         self.book, self.limits = book, limits
         self._known.clear()

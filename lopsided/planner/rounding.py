@@ -1,7 +1,7 @@
 """Shares in whole units: every length of a step, cut so that the step takes least.
 
-In: the step (`Load`, `Memory`) and shares before rounding, with the walk at them. Out: `Units` for every cut, and what
-they cost (`Price`).
+In: the step (`FoldedStep`, `MemoryRows`) and shares before rounding, with the walk at them. Out: `Units` for every cut,
+and what they cost (`Price`).
 
 The one idea: only the largest piece of each kind matters, its *level* q_k, and one length can be looked at alone while
 all others stay as they are.
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from lopsided.cluster.collectives import Network
 from lopsided.schedule.cost import Cut
-from lopsided.schedule.critical_path import Load, Memory, Message, PerKind, Point, Walk
+from lopsided.schedule.critical_path import CriticalPath, FoldedStep, FractionalShares, MemoryRows, Message, PerKind
 
 _FEW = 4
 """Units per device below which other cuts than those near the shares are tried."""
@@ -200,7 +200,7 @@ class _View:
         memory = rounding.memory
         self.bytes_per_unit = memory.cut.get(cut, 0) / self.length
         held = memory.held(units, but=cut)
-        # The byte more is what `Memory.over` forgives.
+        # The byte more is what `MemoryRows.over` forgives.
         self.room = [limit - size + 1 for limit, size in zip(memory.limits, held, strict=True)]
 
     def price(self, levels: Levels) -> Price:
@@ -261,7 +261,9 @@ class _View:
 class Rounding:
     """Whole units for every cut, near a point; `walk` is the step there."""
 
-    def __init__(self, load: Load, network: Network, memory: Memory, point: Point, walk: Walk) -> None:
+    def __init__(
+        self, load: FoldedStep, network: Network, memory: MemoryRows, point: FractionalShares, walk: CriticalPath
+    ) -> None:
         self.load, self.network, self.memory = load, network, memory
         self.legs = [(load.joined(segments), times) for segments, times in load.stages.items()]
         hiding = sum(walk.prices[number] for number, hides in load.sent if hides)
@@ -288,7 +290,7 @@ class Rounding:
 
     def price(self, units: Units) -> Price:
         over = sum(count * b for count, b in zip(units.counts, self.memory.over(units), strict=True))
-        return Price(over, Walk(self.load, units, self.load.ways(self.network, units)).step_s)
+        return Price(over, CriticalPath(self.load, units, self.load.ways(self.network, units)).step_s)
 
     def best(self, polish: bool) -> tuple[Units, Price]:
         """The nearest units, or something better; without `polish`, sooner."""

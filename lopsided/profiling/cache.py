@@ -32,7 +32,7 @@ from lopsided.cluster.collectives import Network
 from lopsided.errors import LopsidedError
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import seat_of
-from lopsided.profiling.links import Council, occurrence
+from lopsided.profiling.links import ControlGroup, occurrence
 from lopsided.profiling.load import quota_of_processors
 from lopsided.profiling.measure import Progress, measure
 from lopsided.profiling.noise import typical
@@ -152,7 +152,7 @@ def _parsed(text: str) -> Cluster | None:
 # Is it still so?
 
 
-def _holds(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None, council: Council) -> bool:
+def _holds(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None, council: ControlGroup) -> bool:
     """Whether a short look at every device and at the links agrees with the file; the same answer on all ranks."""
     rank = dist.get_rank(council.group) if council.group is not None else 0
     kind = next(kind for kind, (_, stop) in zip(cluster.kinds, cluster.spans, strict=True) if rank < stop)

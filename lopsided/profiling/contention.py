@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from lopsided.ir.graph import Graph
-from lopsided.profiling.kinds import Found, Seat, chip_of
-from lopsided.profiling.links import Council
-from lopsided.profiling.load import Load
-from lopsided.profiling.op_times import Job, layouts_of, run_job, samples_of
+from lopsided.profiling.kinds import Found, RankHost, chip_of
+from lopsided.profiling.links import ControlGroup
+from lopsided.profiling.load import BackgroundLoad
+from lopsided.profiling.op_times import OpJob, layouts_of, run_job, samples_of
 
 _MOST = 100.0  # that a cluster file may say
 _SHORTEST_S = 0.05  # a turn
@@ -41,10 +41,10 @@ _REST_S = 1e-3
 def measure_crowding(
     graphs: Sequence[Graph],
     device: torch.device,
-    council: Council,
-    seats: Sequence[Seat],
+    council: ControlGroup,
+    seats: Sequence[RankHost],
     found: Sequence[Found],
-    jobs: Sequence[Job],
+    jobs: Sequence[OpJob],
     budget_s: float,
 ) -> tuple[float, ...]:
     """The crowding of each rank, in about so many seconds. All ranks call this with the same, but for the device."""
@@ -54,7 +54,7 @@ def measure_crowding(
     me = dist.get_rank(council.group)
     mine = next((chip for chip in chips if me in chip), ())
     turns = arranged(jobs, found, max(map(len, chips)), budget_s)
-    load = Load(device)
+    load = BackgroundLoad(device)
     work = _work(turns, graphs, device, load)
     alone, together = list[float](), list[float]()
     for _ in range(turns.rounds):
@@ -70,7 +70,7 @@ def measure_crowding(
     return tuple(cast(list[float], council.hear(crowding_of(alone, together))))
 
 
-def shared_chips(seats: Sequence[Seat]) -> tuple[tuple[int, ...], ...]:
+def shared_chips(seats: Sequence[RankHost]) -> tuple[tuple[int, ...], ...]:
     """The ranks of each chip that has several."""
     chips: dict[tuple[str, ...], list[int]] = {}
     for rank, seat in enumerate(seats):
@@ -101,24 +101,24 @@ class Turns:
     each: int
     rounds: int
     seconds: float
-    jobs: tuple[Job, ...]
+    jobs: tuple[OpJob, ...]
 
 
-def arranged(jobs: Sequence[Job], found: Sequence[Found], ranks: int, budget_s: float) -> Turns:
+def arranged(jobs: Sequence[OpJob], found: Sequence[Found], ranks: int, budget_s: float) -> Turns:
     """Turns for so many ranks of a chip: the calls that take most of a step and fit. Of what all ranks know alone, so
     that all arrange the same."""
     longest_s = max(budget_s / (ranks + 1), _SHORTEST_S)
 
-    def takes(job: Job) -> float:
+    def takes(job: OpJob) -> float:
         """On the slowest."""
         return max(table[job.key].forward_s + (table[job.key].backward_s or 0.0) for table in found)
 
-    def needs(job: Job) -> float:
+    def needs(job: OpJob) -> float:
         return _RUNS * _CALLS * takes(job)
 
     known = [job for job in jobs if all(job.key in table for table in found)]
     fitting = [job for job in known if needs(job) <= longest_s]
-    chosen: dict[str, Job] = {}
+    chosen: dict[str, OpJob] = {}
     for job in sorted(fitting, key=lambda job: -job.distinct.times * takes(job)):
         if len(chosen) < _CALLS:
             chosen.setdefault(job.text, job)
@@ -127,7 +127,7 @@ def arranged(jobs: Sequence[Job], found: Sequence[Found], ranks: int, budget_s: 
     return Turns(ranks, rounds, max(longest_s / rounds, _SHORTEST_S), tuple(chosen.values()))
 
 
-def _work(turns: Turns, graphs: Sequence[Graph], device: torch.device, load: Load) -> Callable[[], float]:
+def _work(turns: Turns, graphs: Sequence[Graph], device: torch.device, load: BackgroundLoad) -> Callable[[], float]:
     """A turn's work, which tells seconds of its calls as often as a step makes them; no number if an op refuses."""
     layouts = {number: layouts_of(graphs[number]) for number in {job.distinct.graph for job in turns.jobs}}
 

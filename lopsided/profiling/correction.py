@@ -1,7 +1,7 @@
 """What calls that were measured one by one are to be corrected by, so that they add up to the steps that were run.
 
 In: of a step with a device's share of the batch and, where that was run, of one with the whole, what its calls add up
-to and what it took (`Rehearsed`). Out: a `Correction` of every call of that device, and its table so corrected.
+to and what it took (`Rehearsed`). Out: a `CallCorrection` of every call of that device, and its table so corrected.
 
     seconds of a call      constant + slope · fraction                                     `fitted_line`
     corrected              constants · constant + each_s + slopes · slope · fraction
@@ -75,7 +75,7 @@ class Rehearsed:
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
+class CallCorrection:
     constants: float
     slopes: float
     each_s: float = 0.0
@@ -90,7 +90,7 @@ class Correction:
         return Affine(self.constants * line.constant + extra_s, self.slopes * line.slope)
 
 
-def correction_by(share: Rehearsed, whole: Rehearsed | None) -> Correction | None:
+def correction_by(share: Rehearsed, whole: Rehearsed | None) -> CallCorrection | None:
     """None where a device's own step is beyond belief; a step with the whole batch that is counts for nothing.
 
     >>> correction_by(Rehearsed(Expected(0.1, 0.7, 0.2, 8), 1.08), None)
@@ -100,7 +100,7 @@ def correction_by(share: Rehearsed, whole: Rehearsed | None) -> Correction | Non
         return None
     ratio = round(share.ratio, 6)
     if whole is None or not whole.is_believable:
-        return Correction(ratio, ratio)
+        return CallCorrection(ratio, ratio)
     # Rows: the steps, then what is left as it is. Columns: constants, slopes, what calls have in common, and talking;
     # the last two in units of a mean call: where one call in hundreds talks, it has not all that two steps differ by.
     common_s = share.calls_s / max(share.told.calls, 1)
@@ -114,10 +114,10 @@ def correction_by(share: Rehearsed, whole: Rehearsed | None) -> Correction | Non
     bounds = ([_LITTLE, _LITTLE, 0.0, 0.0], [LARGEST, LARGEST, np.inf, np.inf])
     found = lsq_linear([*rows, *(_LEAST_NEWS * np.eye(4))], known, bounds).x
     constants, slopes, common, talking = (round(float(number), 6) for number in found)
-    return Correction(constants, slopes, common * common_s, talking * talking_s)
+    return CallCorrection(constants, slopes, common * common_s, talking * talking_s)
 
 
-def corrected(found: Found, correction: Correction, talking: frozenset[str] = frozenset()) -> Found:
+def corrected(found: Found, correction: CallCorrection, talking: frozenset[str] = frozenset()) -> Found:
     """Every point as far from its line as it was, `talking` calls apart; updates are no part of what was rehearsed."""
     points: dict[str, list[tuple[float, Took]]] = {}
     for (text, fraction), took in found.items():
@@ -138,7 +138,7 @@ def _there_and_back(points: Sequence[tuple[float, Took]]) -> tuple[Affine, Affin
     return fitted_line([(fraction, took.forward_s) for fraction, took in points]), fitted_line(back) if back else FREE
 
 
-def _times(correction: Correction, line: Affine, fraction: float, talks: bool) -> float:
+def _times(correction: CallCorrection, line: Affine, fraction: float, talks: bool) -> float:
     """How many times as long a call takes with a fraction of it."""
     before = line.at(fraction)
     return correction.of(line, talks=talks).at(fraction) / before if before else 1.0

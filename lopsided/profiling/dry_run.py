@@ -21,17 +21,17 @@ from torch import Tensor, nn
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
-from lopsided.comm.communicator import Wire
-from lopsided.comm.echo import Echo
-from lopsided.comm.redistribute import Exchange
-from lopsided.executor.executor import Steps
+from lopsided.comm.communicator import Communicator
+from lopsided.comm.echo import LoneCommunicator
+from lopsided.comm.redistribute import Redistributor
+from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
-from lopsided.executor.randomness import Randomness
+from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of
 from lopsided.ir.program import Program
 from lopsided.ops.op import Call
-from lopsided.profiling.links import Council
+from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.load import wait_for
 from lopsided.profiling.op_times import REFUSED, drawn, indices_below
 from lopsided.schedule.layout import BUCKET_BYTES
@@ -62,7 +62,7 @@ def alone_s(
     times: list[float] = []
     try:
         with _training():
-            step = stepper(play, cast(Wire, Echo(rank, play.cluster.devices)), device)
+            step = stepper(play, cast(Communicator, LoneCommunicator(rank, play.cluster.devices)), device)
             step()
             until = time.perf_counter() + lasting_s
             while len(times) < fewest or time.perf_counter() < until:
@@ -74,7 +74,7 @@ def alone_s(
     return statistics.median(times)
 
 
-def together_s(play: Play, wire: Wire | None, council: Council, device: torch.device) -> float:
+def together_s(play: Play, wire: Communicator | None, council: ControlGroup, device: torch.device) -> float:
     """The median of a few steps until the last rank was done, everyone sending what there is to send.
 
     To be called by all ranks, once all know that it runs: one that gives up would leave the others waiting. Who has no
@@ -99,10 +99,10 @@ def _training() -> Iterator[None]:
         yield
 
 
-def stepper(play: Play, wire: Wire, device: torch.device) -> Callable[[], None]:
+def stepper(play: Play, wire: Communicator, device: torch.device) -> Callable[[], None]:
     """A pass there and back."""
     program, shares = play.program, play.shares
-    exchange = Exchange(wire, shares, Network(play.cluster))
+    exchange = Redistributor(wire, shares, Network(play.cluster))
     gradients = Gradients(exchange, play.bucket_bytes)
     placed = dict(program.leaves)
     leaves = {
@@ -110,8 +110,10 @@ def stepper(play: Play, wire: Wire, device: torch.device) -> Callable[[], None]:
         for leaf in program.graph.leaves
     }
     parameters = {leaf.target: cast(nn.Parameter, leaves[leaf.value.name]) for leaf in program.graph.parameters}
-    random, size = Randomness(0, wire.rank, device), play.bucket_bytes
-    steps = Steps(program, exchange, gradients, random, parameters, device, regather=play.regather, bucket_bytes=size)
+    random, size = RankRandomness(0, wire.rank, device), play.bucket_bytes
+    steps = Executor(
+        program, exchange, gradients, random, parameters, device, regather=play.regather, bucket_bytes=size
+    )
 
     def step() -> None:
         for parameter in parameters.values():

@@ -1,6 +1,6 @@
 """Ranks become kinds of devices: who is alike, what each is called, what they measured together.
 
-In: of every rank where it sits (`Seat`) and what it found (`Found`). Out: `Kind`s, in the order of the ranks.
+In: of every rank where it sits (`RankHost`) and what it found (`Found`). Out: `Kind`s, in the order of the ranks.
 
 Ranks that are neighbours, sit in one host, have the same hardware and differ by less than a tenth become one kind.
 """
@@ -20,7 +20,7 @@ import torch
 from lopsided.cluster.devices import Kind, Measured
 from lopsided.comm.recorder import hardware_of
 from lopsided.profiling.noise import noise, typical
-from lopsided.profiling.op_times import Job, Speeds
+from lopsided.profiling.op_times import OpJob, Speeds
 
 _ALIKE = 1.1
 
@@ -29,7 +29,7 @@ _ALIKE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankHost:
     """Where a process sits, and what it has there."""
 
     host: str
@@ -40,14 +40,14 @@ class Seat:
     speeds: Speeds
 
 
-def seat_of(device: torch.device, speeds: Speeds) -> Seat:
+def seat_of(device: torch.device, speeds: Speeds) -> RankHost:
     boot = Path("/proc/sys/kernel/random/boot_id")
     identity = boot.read_text().strip() if boot.is_file() else ""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         serial = str(getattr(facts, "uuid", torch.cuda.current_device() if device.index is None else device.index))
-        return Seat(platform.node(), identity, facts.name, serial, facts.total_memory, speeds)
-    return Seat(platform.node(), identity, hardware_of(device), "", _free_memory(), speeds)
+        return RankHost(platform.node(), identity, facts.name, serial, facts.total_memory, speeds)
+    return RankHost(platform.node(), identity, hardware_of(device), "", _free_memory(), speeds)
 
 
 def _free_memory() -> int:
@@ -93,9 +93,9 @@ def took(turns: Turns, wall_per_now: float = 1.0) -> Took:
 
 
 def kinds_of(
-    seats: Sequence[Seat],
+    seats: Sequence[RankHost],
     found: Sequence[Found],
-    jobs: Sequence[Job],
+    jobs: Sequence[OpJob],
     drags: Sequence[float],
     overheads: Sequence[float],
     crowdings: Sequence[float] = (),
@@ -134,7 +134,7 @@ def kinds_of(
     )
 
 
-def paces(seats: Sequence[Seat], found: Sequence[Found], jobs: Sequence[Job]) -> list[float]:
+def paces(seats: Sequence[RankHost], found: Sequence[Found], jobs: Sequence[OpJob]) -> list[float]:
     """One number of each to compare devices by: seconds of all that was measured, as often as the graph calls it."""
     common = [job for job in jobs if all(job.key in table for table in found)]
     if not common:
@@ -145,7 +145,7 @@ def paces(seats: Sequence[Seat], found: Sequence[Found], jobs: Sequence[Job]) ->
     ]
 
 
-def _same_place(one: Seat, other: Seat) -> bool:
+def _same_place(one: RankHost, other: RankHost) -> bool:
     return (one.host, one.boot, one.hardware, not one.gpu) == (other.host, other.boot, other.hardware, not other.gpu)
 
 
@@ -170,12 +170,12 @@ def _mean_flops(speeds: Sequence[Speeds]) -> tuple[tuple[str, float], ...]:
     return tuple((dtype, statistics.fmean(dict(one.flops_per_s)[dtype] for one in speeds)) for dtype in dtypes)
 
 
-def chip_of(seat: Seat) -> tuple[str, ...]:
+def chip_of(seat: RankHost) -> tuple[str, ...]:
     """What a process computes on. A chip's long number is its own, whatever its host is called: two may share one."""
     return (seat.gpu,) if len(seat.gpu) > 8 else (seat.host, seat.boot, seat.gpu)
 
 
-def memory_of(seat: Seat, seats: Sequence[Seat]) -> int:
+def memory_of(seat: RankHost, seats: Sequence[RankHost]) -> int:
     """Of one process, to the MiB: those without a GPU share what their host has left, those on one GPU its memory."""
     same = [s for s in seats if chip_of(s) == chip_of(seat)]
     return max(min(s.memory_bytes for s in same) // len(same) // 2**20, 1) * 2**20
@@ -184,7 +184,7 @@ def memory_of(seat: Seat, seats: Sequence[Seat]) -> int:
 # Names
 
 
-def node_names(seats: Sequence[Seat]) -> list[str]:
+def node_names(seats: Sequence[RankHost]) -> list[str]:
     """The name of each rank's host; different hosts have different names."""
     known: dict[tuple[str, str], str] = {}
     for seat in seats:
@@ -195,7 +195,7 @@ def node_names(seats: Sequence[Seat]) -> list[str]:
     return [known[seat.host, seat.boot] for seat in seats]
 
 
-def _word(seat: Seat) -> str:
+def _word(seat: RankHost) -> str:
     """What people call the hardware: "NVIDIA GeForce RTX 2080 Ti" is an rtx-2080-ti."""
     if not seat.gpu:
         return "cpu"

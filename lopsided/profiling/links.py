@@ -1,8 +1,8 @@
 """How fast processes talk: seconds of every collective, every way, at several sizes and at unequal pieces.
 
-In: a `Wire` among the processes of a group. Out: `Fit`s: latency, bytes per second, and which part of the seconds grows
-with the largest piece. All processes do the same at the same time: how often a collective is repeated and when sizes
-are large enough is decided from seconds they agree on.
+In: a `Communicator` among the processes of a group. Out: `Fit`s: latency, bytes per second, and which part of the
+seconds grows with the largest piece. All processes do the same at the same time: how often a collective is repeated and
+when sizes are large enough is decided from seconds they agree on.
 
 A collective is timed as training meets it. Before each, every process computes for a millisecond, so threads that carry
 it have gone to sleep and a process may have used up its turn of the processor; then all meet, and each times the
@@ -31,8 +31,8 @@ from torch import Tensor
 
 from lopsided.cluster.cluster import MEASURABLE
 from lopsided.cluster.devices import Link
-from lopsided.comm.communicator import Wire
-from lopsided.profiling.load import Load, wait_for
+from lopsided.comm.communicator import Communicator
+from lopsided.profiling.load import BackgroundLoad, wait_for
 from lopsided.profiling.noise import noise, typical
 
 WAYS = tuple((collective, way) for collective, found in MEASURABLE.items() for way in found)
@@ -52,7 +52,7 @@ _STEADY = 0.05  # no point is believed more than one that is off by so much
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LinkSample:
     """Seconds of one way at one size: bytes of the whole, the largest piece over the mean one."""
 
     bytes: float
@@ -70,11 +70,11 @@ class Fit:
     link: Link
     error: float  # how far, relatively, a point is from the fit
     noise: float = 0.0  # how far, relatively, the same measured again might be
-    points: tuple[Point, ...] = ()
+    points: tuple[LinkSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Council:
+class ControlGroup:
     """The processes that measure, and how they agree: over a group that needs no GPU. None where there is but one."""
 
     group: dist.ProcessGroup | None
@@ -152,7 +152,7 @@ def _nearest(
     return [float(factor) for factor in found], float(np.average(np.abs(scaled @ found - 1), weights=weights))
 
 
-def fitted(collective: str, way: str, points: Sequence[Point]) -> Fit:
+def fitted(collective: str, way: str, points: Sequence[LinkSample]) -> Fit:
     """The line through these points; with a skew, if some have unequal pieces."""
     skewed = any(point.largest > 1.01 for point in points)
     rows = [(1.0, point.bytes, point.bytes * point.largest)[: 3 if skewed else 2] for point in points]
@@ -181,9 +181,9 @@ def _noise_of_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], noi
 class Talkers:
     """Who talks over what, how they agree, and what they send."""
 
-    wire: Wire
-    council: Council
-    load: Load
+    wire: Communicator
+    council: ControlGroup
+    load: BackgroundLoad
     device: torch.device
     dtype: torch.dtype
 
@@ -202,10 +202,10 @@ class _Series:
     def largest(self) -> float:
         return len(self.shares) * max(self.shares)
 
-    def points(self) -> Iterator[Point]:
+    def points(self) -> Iterator[LinkSample]:
         for size, turns in self.turns.items():
             times = [seconds for turn in turns for seconds in turn]
-            yield Point(float(size), self.largest, typical(times), noise(turns))
+            yield LinkSample(float(size), self.largest, typical(times), noise(turns))
 
 
 def fit_ways(

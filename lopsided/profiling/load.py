@@ -1,7 +1,7 @@
 """Clocks, a bit of computing, and the counters of the kernel: what all measuring is made of.
 
-In: a device. Out: `Stopwatch`, how long computing takes; `Load`, a block of computing; `Used`, whose processors worked
-for whom.
+In: a device. Out: `Stopwatch`, how long computing takes; `BackgroundLoad`, a block of computing; `Used`, whose
+processors worked for whom.
 
 A processor that is shared, or rationed, runs a process for some milliseconds and then not for some. A call shorter than
 that runs undisturbed or stands still, and the clock on the wall tells either. So one thread on a CPU is timed by the
@@ -49,7 +49,7 @@ class Stopwatch:
         return max(wall / mine, 1.0) if mine > 0 else 1.0
 
 
-class Load:
+class BackgroundLoad:
     """A block of computing of about a millisecond. Waits for itself, not for what else the device is doing."""
 
     def __init__(self, device: torch.device) -> None:

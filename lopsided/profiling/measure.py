@@ -32,7 +32,7 @@ from lopsided.profiling.contention import measure_crowding, shared_chips
 from lopsided.profiling.correction import corrected
 from lopsided.profiling.kinds import (
     Found,
-    Seat,
+    RankHost,
     Turns,
     kinds_of,
     memory_of,
@@ -42,13 +42,13 @@ from lopsided.profiling.kinds import (
     seat_of,
     took,
 )
-from lopsided.profiling.links import Council, Fit
-from lopsided.profiling.load import Load, Stopwatch, Used, quota_of_processors, used_so_far
-from lopsided.profiling.noise import Calm, Notice, notices, typical
+from lopsided.profiling.links import ControlGroup, Fit
+from lopsided.profiling.load import BackgroundLoad, Stopwatch, Used, quota_of_processors, used_so_far
+from lopsided.profiling.noise import NoiseStats, Notice, notices, typical
 from lopsided.profiling.op_times import (
     SHORTEST_ON_GPU_S,
     SHORTEST_S,
-    Job,
+    OpJob,
     choose_jobs,
     covered,
     layouts_of,
@@ -58,11 +58,19 @@ from lopsided.profiling.op_times import (
     speed_dtypes,
 )
 from lopsided.profiling.overhead import measure_overhead
-from lopsided.profiling.steps import LOOKS_AFTER, LOOKS_BEFORE, REHEARSAL_PART, Looks, Steps, agreed, packing
+from lopsided.profiling.steps import (
+    LOOKS_AFTER,
+    LOOKS_BEFORE,
+    REHEARSAL_PART,
+    StepMeasurements,
+    StepTimings,
+    agreed,
+    packing,
+)
 from lopsided.profiling.topology import (
     BESIDE_PART,
     LINKS_PART,
-    World,
+    Topology,
     council_of,
     group_to_talk,
     link_parts,
@@ -82,7 +90,7 @@ _UNKNOWN = Link(1e-5, 1e10)  # of a world where nobody talks
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ProfileLine:
     """What was measured of a call on the devices of a kind: seconds of all of them in a step on a whole batch, how far
     points lie from their line, and how far the same measured again might be; the last two as fractions."""
 
@@ -102,7 +110,7 @@ class Measurement:
     op_error: float
     link_error: float
     seconds: float
-    lines: tuple[Line, ...] = ()
+    lines: tuple[ProfileLine, ...] = ()
     ways: tuple[Fit, ...] = ()
     drag: tuple[float, ...] = ()  # of each rank: computing lost while something is sent
     stretch: float = 1.0
@@ -161,18 +169,18 @@ def take_measurement(
         rehearsing = len(graphs) == 1
         rehearsal = agreed(graphs[0], cluster, council, budget_s) if rehearsing else None
         got = devices.calm[council.rank].got
-        looks = None if rehearsal is None else Looks(rehearsal, device, council, got, budget_s)
+        looks = None if rehearsal is None else StepTimings(rehearsal, device, council, got, budget_s)
         if looks is not None:
             looks.take(LOOKS_BEFORE)
         fits: tuple[Fit, ...] = ()
         drags: tuple[float, ...] = (0.0,) * ranks
-        world: World | None = None
+        world: Topology | None = None
         if ranks > 1:
             left = iter(range(parts - link_parts(ranks) - rehearsing + 1, parts + 1))
-            world = World(group_to_talk(group, seats), council, device, *sent(graphs), budget_s)
+            world = Topology(group_to_talk(group, seats), council, device, *sent(graphs), budget_s)
             speeds = paces(seats, devices.found, devices.jobs)
             cluster, fits, drags = with_links(cluster, world, seats, speeds, lambda: progress(next(left), parts))
-        steps = Steps()
+        steps = StepMeasurements()
         if looks is not None:
             looks.take(LOOKS_AFTER)
             steps = looks.tell(seats)
@@ -220,10 +228,10 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 class _Devices:
     """What every rank is, what every rank found, the jobs, what every rank noticed; and how many parts there are."""
 
-    seats: list[Seat]
+    seats: list[RankHost]
     found: list[Found]
-    jobs: tuple[Job, ...]
-    calm: list[Calm]
+    jobs: tuple[OpJob, ...]
+    calm: list[NoiseStats]
     overheads: list[float]
     parts: int
 
@@ -231,17 +239,17 @@ class _Devices:
 def _measure_devices(
     graphs: Sequence[Graph],
     device: torch.device,
-    council: Council,
+    council: ControlGroup,
     optimizers: Sequence[str],
     dtypes: Sequence[str],
     budget_s: float,
     progress: Progress,
 ) -> _Devices:
-    load = Load(device)
+    load = BackgroundLoad(device)
     wanted = tuple(dict.fromkeys((*speed_dtypes(graphs), *dtypes)))
     speeds = measure_speeds(wanted, device, _SPEEDS_PART * budget_s)
     council.meet(load)
-    seats = cast(list[Seat], council.hear(seat_of(device, speeds)))
+    seats = cast(list[RankHost], council.hear(seat_of(device, speeds)))
     room = min(memory_of(seat, seats) for seat in seats)
     # Alone there is nothing to send, and more time to compute.
     part = _OPS_PART + (LINKS_PART + BESIDE_PART if len(seats) == 1 else 0.0)
@@ -281,11 +289,13 @@ def _measure_devices(
     mine |= {key: took((looks, []), watch.wall_per_now) for key, looks in updated.items()}
     council.meet(load)
     told = (mine, _calm(turns, slowed), used, around * slowed)
-    found, calms, uses, overheads = zip(*cast(list[tuple[Found, Calm, Used, float]], council.hear(told)), strict=True)
+    found, calms, uses, overheads = zip(
+        *cast(list[tuple[Found, NoiseStats, Used, float]], council.hear(told)), strict=True
+    )
     return _Devices(seats, list(found), jobs, _with_others(seats, calms, uses), list(overheads), parts)
 
 
-def _corrected(devices: _Devices, steps: Steps) -> _Devices:
+def _corrected(devices: _Devices, steps: StepMeasurements) -> _Devices:
     """With calls that add up to whole steps, where these are known."""
     if not steps.corrections:
         return devices
@@ -295,7 +305,12 @@ def _corrected(devices: _Devices, steps: Steps) -> _Devices:
 
 
 def _crowdings(
-    graphs: Sequence[Graph], device: torch.device, council: Council, devices: _Devices, steps: Steps, budget_s: float
+    graphs: Sequence[Graph],
+    device: torch.device,
+    council: ControlGroup,
+    devices: _Devices,
+    steps: StepMeasurements,
+    budget_s: float,
 ) -> tuple[float, ...]:
     """Of each rank, by whole steps, or by calls where no step was run; nothing, where nobody shares a chip."""
     if not shared_chips(devices.seats):
@@ -304,7 +319,7 @@ def _crowdings(
     return tuple(whole or calls for whole, calls in zip(steps.crowdings or by_calls, by_calls, strict=True))
 
 
-def _slowest_of_each(council: Council, found: dict[str, float]) -> dict[str, float]:
+def _slowest_of_each(council: ControlGroup, found: dict[str, float]) -> dict[str, float]:
     """What the slowest rank took, of what all have tried."""
     everyone = cast(list[dict[str, float]], council.hear(found))
     return {text: max(one[text] for one in everyone) for text in found if all(text in one for one in everyone)}
@@ -312,7 +327,7 @@ def _slowest_of_each(council: Council, found: dict[str, float]) -> dict[str, flo
 
 def _run_jobs(
     graphs: Sequence[Graph],
-    jobs: Sequence[Job],
+    jobs: Sequence[OpJob],
     device: torch.device,
     watch: Stopwatch,
     slot_s: float,
@@ -340,7 +355,7 @@ def _trained(graphs: Sequence[Graph]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(dtype for graph in graphs for dtype in trained_dtypes(graph)))
 
 
-def _calm(turns: Sequence[Turns], slowed: float) -> Calm:
+def _calm(turns: Sequence[Turns], slowed: float) -> NoiseStats:
     """Whether repeats agree, and whether the last turn agrees with the first."""
     scatters, first, last = [], 0.0, 0.0
     for there, _ in turns:
@@ -349,7 +364,7 @@ def _calm(turns: Sequence[Turns], slowed: float) -> Calm:
             scatters.append(statistics.median(times) / min(times) - 1)
         if len(there) > 1 and there[0] and there[-1]:
             first, last = first + typical(there[0]), last + typical(there[-1])
-    return Calm(
+    return NoiseStats(
         statistics.median(scatters) if scatters else 0.0,
         last / first - 1 if first else 0.0,
         got=1 / slowed,
@@ -357,7 +372,7 @@ def _calm(turns: Sequence[Turns], slowed: float) -> Calm:
     )
 
 
-def _with_others(seats: Sequence[Seat], calm: Sequence[Calm], used: Sequence[Used]) -> list[Calm]:
+def _with_others(seats: Sequence[RankHost], calm: Sequence[NoiseStats], used: Sequence[Used]) -> list[NoiseStats]:
     """What of each host's processors was neither idle nor used by any of us."""
     found = []
     for seat, one, mine in zip(seats, calm, used, strict=True):
@@ -373,7 +388,7 @@ def _noticed(cluster: Cluster, devices: _Devices) -> list[Notice]:
     return notices(cluster.device_names, hardware, rates, devices.calm)
 
 
-def _lines(cluster: Cluster, devices: _Devices) -> Iterator[Line]:
+def _lines(cluster: Cluster, devices: _Devices) -> Iterator[ProfileLine]:
     times = {job.text: job.distinct.times for job in devices.jobs}
     for number, (kind, (first, last)) in enumerate(zip(cluster.kinds, cluster.spans, strict=True)):
         for entry in kind.measured:
@@ -386,7 +401,7 @@ def _lines(cluster: Cluster, devices: _Devices) -> Iterator[Line]:
             often = times.get(entry.call, 0)  # updates are no calls of the graph
             step_s = often * sum(fitted_line(points).at(1.0) for points in both)
             error = statistics.fmean(_off_the_line(points) for points in both)
-            yield Line(number, entry.call, often, step_s, error, statistics.fmean(noises))
+            yield ProfileLine(number, entry.call, often, step_s, error, statistics.fmean(noises))
 
 
 def _off_the_line(points: Points) -> float:
@@ -395,7 +410,7 @@ def _off_the_line(points: Points) -> float:
     return statistics.fmean(abs(line.at(fraction) / seconds - 1) for fraction, seconds in points if seconds)
 
 
-def _about(seats: Sequence[Seat], budget_s: float, group: dist.ProcessGroup | None) -> str:
+def _about(seats: Sequence[RankHost], budget_s: float, group: dist.ProcessGroup | None) -> str:
     hosts = list(dict.fromkeys(node_names(seats)))
     things = list(dict.fromkeys(printable(seat.hardware) for seat in seats))
     backend = f", {dist.get_backend(group)}" if dist.is_initialized() else ""

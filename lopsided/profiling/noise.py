@@ -59,7 +59,7 @@ def noise(turns: Sequence[Sequence[float]]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Calm:
+class NoiseStats:
     """What a rank noticed while it measured."""
 
     scatter: float = 0.0  # of repeats: middle over quickest, less one
@@ -80,7 +80,7 @@ class Notice:
 
 
 def notices(
-    devices: Sequence[str], hardware: Sequence[str], paces: Sequence[float], calm: Sequence[Calm]
+    devices: Sequence[str], hardware: Sequence[str], paces: Sequence[float], calm: Sequence[NoiseStats]
 ) -> list[Notice]:
     """What stands out, by device: its name, its hardware, seconds for the same work, what it noticed."""
     found = []

@@ -1,8 +1,8 @@
 """How fast this device is: at the calls of a graph, at several sizes, and at multiplying, moving and launching.
 
-In: a `Graph` and a device. Out: `Speeds` (what the roofline is made of), and for each `Job` (a call cut to some of its
-units) seconds forward and backward, by `run_job`. Which jobs are worth their time is decided by `choose_jobs` from the
-speeds of all devices, so that every process comes to the same list.
+In: a `Graph` and a device. Out: `Speeds` (what the roofline is made of), and for each `OpJob` (a call cut to some of
+its units) seconds forward and backward, by `run_job`. Which jobs are worth their time is decided by `choose_jobs` from
+the speeds of all devices, so that every process comes to the same list.
 
 Operands are drawn at random, in the layout they have in the graph. A sample is the mean over a batch of runs.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lopsided.cluster.devices import SPEED_DTYPES
 from lopsided.errors import LopsidedError
-from lopsided.executor.randomness import Randomness
+from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import DTYPES, Graph, Node, Value, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import call_op, filled, resolve_op, surroundings
@@ -222,7 +222,7 @@ def distinct_calls(graphs: Sequence[Graph]) -> tuple[Distinct, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class OpJob:
     """A call with some of the units that its rule cuts; all of it, if no rule does."""
 
     distinct: Distinct
@@ -306,7 +306,7 @@ def probe_calls(
         if time.perf_counter() > until:
             break
         rule, length = _cut_of(distinct.call)
-        job = Job(distinct, rule, max(round(length / (_GLANCE * devices)), 1), length)
+        job = OpJob(distinct, rule, max(round(length / (_GLANCE * devices)), 1), length)
         if 4 * job.bytes > memory_bytes / 2:
             continue
         there, back = run_job(job, layouts[distinct.graph], device, 0.0, now)
@@ -322,7 +322,7 @@ def choose_jobs(
     budget_s: float,
     probed: Mapping[str, float] | None = None,
     shortest_s: float = SHORTEST_S,
-) -> tuple[tuple[Job, ...], float]:
+) -> tuple[tuple[OpJob, ...], float]:
     """What to measure on every device in about so many seconds, and seconds for each; by what the slowest needs.
     What calls take is estimated; if a glance at a small part of one took longer, it takes at least that. No call gets
     less than `shortest_s`.
@@ -340,7 +340,7 @@ def choose_jobs(
 
     calls = sorted(distinct_calls(graphs), key=lambda d: -d.times * estimate(d, 1 / devices))
     total = sum(d.times * estimate(d, 1 / devices) for d in calls)
-    chosen: list[Job] = []
+    chosen: list[OpJob] = []
     left_s, covered = budget_s, 0.0
     for distinct in calls:
         if covered >= _ENOUGH * total:
@@ -349,8 +349,8 @@ def choose_jobs(
         rule, length = _cut_of(distinct.call)
         units = sorted({min(max(round(fraction * length), 1), length) for fraction in fractions})
         # An op that talks under its rule is another matter by itself, which is what one device runs.
-        alone = [Job(distinct, rule, units[-1], length, as_is=True)] if rule.how != "plain" else []
-        for job in (*alone, *(Job(distinct, rule, count, length) for count in units)):
+        alone = [OpJob(distinct, rule, units[-1], length, as_is=True)] if rule.how != "plain" else []
+        for job in (*alone, *(OpJob(distinct, rule, count, length) for count in units)):
             needs_s = max(shortest_s, _RUNS * estimate(distinct, job.fraction))
             # Results, gradients and what is kept between them come on top of the operands.
             if needs_s <= min(left_s, max(budget_s / 8, shortest_s)) and 4 * job.bytes <= memory_bytes / 2:
@@ -359,7 +359,7 @@ def choose_jobs(
     return tuple(chosen), min(shortest_s + max(left_s, 0.0) / max(len(chosen), 1), _LONGEST_S)
 
 
-def covered(graphs: Sequence[Graph], jobs: Sequence[Job], speeds: Speeds) -> float:
+def covered(graphs: Sequence[Graph], jobs: Sequence[OpJob], speeds: Speeds) -> float:
     """Which part of the estimated seconds of all calls those have that are measured."""
     chosen = {job.distinct.text for job in jobs}
     seconds = [(d.text in chosen, d.times * speeds.seconds(d.work)) for d in distinct_calls(graphs)]
@@ -400,7 +400,7 @@ Samples = tuple[list[float], list[float]]
 
 
 def run_job(
-    job: Job,
+    job: OpJob,
     layouts: Layouts,
     device: torch.device,
     lasting_s: float,
@@ -440,7 +440,7 @@ def is_safe(call: Call, rule: Rule) -> bool:
         return True
     host = torch.device("cpu")
     length = max((placement.length(value.shape) for placement, value in _shards(call, rule)), default=1)
-    one = Job(Distinct("", call, work_of(call), 1), rule, 1, max(length, 1))
+    one = OpJob(Distinct("", call, work_of(call), 1), rule, 1, max(length, 1))
     try:
         with _ready(call.node, host) as once:
             _prepared(one, {}, host, once)()
@@ -489,7 +489,7 @@ class _Forward:
         return list(out) if isinstance(out, tuple | list) else [out]  # type: ignore[list-item]
 
 
-def _prepared(job: Job, layouts: Layouts, device: torch.device, once: Callable[[], ExitStack]) -> _Forward:
+def _prepared(job: OpJob, layouts: Layouts, device: torch.device, once: Callable[[], ExitStack]) -> _Forward:
     call, rule, pieces = job.distinct.call, job.rule, job.pieces
     below = indices_below(call)
     tensors = tuple(
@@ -502,7 +502,7 @@ def _prepared(job: Job, layouts: Layouts, device: torch.device, once: Callable[[
     entry = describe(call.node.op)
     leaves = tuple(t for t in tensors if t.requires_grad)
     begin = once if call.node.context.autocast else None
-    local = Local(call, rule, tensors, shapes, 0, pieces, Randomness(0, 0, device))
+    local = Local(call, rule, tensors, shapes, 0, pieces, RankRandomness(0, 0, device))
     if rule.how != "plain" and not job.as_is:
         talks = entry.talks(call) if entry is not None and entry.talks is not None else ()
         implementation = next(talk.implementation for talk in talks if talk.how == rule.how)

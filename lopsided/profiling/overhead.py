@@ -21,12 +21,12 @@ from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link
-from lopsided.comm.communicator import Wire
-from lopsided.comm.echo import Echo
-from lopsided.comm.redistribute import Exchange
-from lopsided.executor.executor import Steps
+from lopsided.comm.communicator import Communicator
+from lopsided.comm.echo import LoneCommunicator
+from lopsided.comm.redistribute import Redistributor
+from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
-from lopsided.executor.randomness import Randomness
+from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.placement import Shares
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel
@@ -58,10 +58,10 @@ def measure_overhead(device: torch.device, lasting_s: float, now: Callable[[], f
     graph = capture(model, {"x": x})
     prices = SharePrices(Costs(graph, cluster, optimizer_named("sgd")), Scale(cluster, shares))
     program = data_parallel(derive_rules(graph), prices)
-    exchange = Exchange(cast(Wire, Echo()), shares, Network(cluster))
+    exchange = Redistributor(cast(Communicator, LoneCommunicator()), shares, Network(cluster))
     parameters = {name: nn.Parameter(p.detach().to(device)) for name, p in model.named_parameters()}
     gradients = Gradients(exchange)
-    steps = Steps(program, exchange, gradients, Randomness(0, 0, device), parameters, device)
+    steps = Executor(program, exchange, gradients, RankRandomness(0, 0, device), parameters, device)
     x = x[:_WIDTH]
     names = {leaf.target: leaf.value.name for leaf in program.graph.leaves}
     leaves = {names[name]: parameter for name, parameter in parameters.items()} | {names["x"]: x.to(device)}

@@ -1,6 +1,6 @@
 """Profiling as a whole: which graphs, on which processes, and what was found as plain data.
 
-In: `Wanted`: graphs, or those of a standard set. Out: a `Measurement`.
+In: `ProfileRequest`: graphs, or those of a standard set. Out: a `Measurement`.
 
 By torchrun every process calls `take_profile`. By itself one machine profiles itself: `profile_here` does it in this
 process where there is one device, and starts a worker for each otherwise.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lopsided.capturing.capture_graph import capture
 from lopsided.capturing.retype import in_dtype
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import begin
 from lopsided.ir.graph import Graph
 from lopsided.models.by_name import load
@@ -38,7 +38,7 @@ _PATIENCE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ProfileRequest:
     """What to profile: the calls of these graphs, products in these dtypes too, steps of these optimizers."""
 
     graphs: tuple[Graph, ...]
@@ -47,18 +47,18 @@ class Wanted:
     budget_s: float = 60.0
 
 
-def standard(dtype: str | None, batch: int | None) -> Wanted:
+def standard(dtype: str | None, batch: int | None) -> ProfileRequest:
     """What to profile for whatever model will come: in this dtype, or in those that people train in."""
     on_gpu = torch.cuda.is_available()
     graphs = [capture(*load(spec, batch=batch)) for spec in STANDARD]
     if dtype:
-        return Wanted(tuple(in_dtype(graph, dtype) for graph in graphs))
+        return ProfileRequest(tuple(in_dtype(graph, dtype) for graph in graphs))
     if on_gpu:
         graphs += [in_dtype(graph, "bf16") for graph in graphs]
-    return Wanted(tuple(graphs), ("f32", "bf16", "f16") if on_gpu else ("f32", "bf16"))
+    return ProfileRequest(tuple(graphs), ("f32", "bf16", "f16") if on_gpu else ("f32", "bf16"))
 
 
-def take_profile(wanted: Wanted, progress: Progress = lambda done, total: None) -> Measurement:
+def take_profile(wanted: ProfileRequest, progress: Progress = lambda done, total: None) -> Measurement:
     """In every process of the world: rank 0's measurement, the same in all."""
     device = begin()
     return take_measurement(
@@ -81,20 +81,22 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def profile_here(wanted: Wanted, processes: int = 0, progress: Progress = lambda done, total: None) -> Measurement:
+def profile_here(
+    wanted: ProfileRequest, processes: int = 0, progress: Progress = lambda done, total: None
+) -> Measurement:
     """This machine: every GPU, or the CPU; or so many processes."""
     many = processes or max(torch.cuda.device_count(), 1)
     if many == 1:
         return take_profile(wanted, progress)
     threads = max((os.cpu_count() or 1) // many, 1) if not torch.cuda.is_available() else 1
-    with Crew(many, threads=threads, timeout_s=_PATIENCE_S) as crew:
+    with WorkerPool(many, threads=threads, timeout_s=_PATIENCE_S) as crew:
         told = Path(crew.folder) / "progress"
         with _followed(told, progress):
             found: Measurement = crew.run(_in_worker, wanted, str(told))[0]
     return found
 
 
-def _in_worker(wanted: Wanted, told: str) -> Measurement:
+def _in_worker(wanted: ProfileRequest, told: str) -> Measurement:
     def tell(done: int, total: int) -> None:
         if dist.get_rank() == 0:
             Path(told).write_text(f"{done} {total}")

@@ -1,8 +1,8 @@
 """All processes that measure: how they agree, whom they talk with, and how fast they do.
 
-In: a process group, a cluster whose devices are measured. Out: a `Council` to agree over (`council_of`), talkers as
-training will have them (`talkers_of`), and the cluster with its collectives and links measured, with what computing and
-sending cost each other (`with_links`).
+In: a process group, a cluster whose devices are measured. Out: a `ControlGroup` to agree over (`council_of`), talkers
+as training will have them (`talkers_of`), and the cluster with its collectives and links measured, with what computing
+and sending cost each other (`with_links`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Link
-from lopsided.comm.communicator import Wire
+from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import lasting_group
 from lopsided.ir.graph import Graph
-from lopsided.profiling.kinds import Seat, chip_of, node_names, seat_of
-from lopsided.profiling.links import TURNS, WAYS, Council, Fit, Talkers, fit_ways
-from lopsided.profiling.load import Load
+from lopsided.profiling.kinds import RankHost, chip_of, node_names, seat_of
+from lopsided.profiling.links import TURNS, WAYS, ControlGroup, Fit, Talkers, fit_ways
+from lopsided.profiling.load import BackgroundLoad
 from lopsided.profiling.op_times import Speeds
 from lopsided.profiling.overlap import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
 from lopsided.profiling.pairs import MOST_NODES, unlike_pairs
@@ -36,37 +36,39 @@ _SKEWED = 1.25  # times the mean that the largest piece must have to tell what s
 
 
 @contextmanager
-def council_of(group: dist.ProcessGroup | None) -> Iterator[Council]:
+def council_of(group: dist.ProcessGroup | None) -> Iterator[ControlGroup]:
     """A group of its own to agree over, which needs no GPU."""
     if not dist.is_initialized():
-        yield Council(None)
+        yield ControlGroup(None)
         return
     ranks = dist.get_process_group_ranks(_whole(group))
     if len(ranks) == 1:
-        yield Council(None)
+        yield ControlGroup(None)
         return
-    yield Council(_group_of(ranks, "gloo", "council", _whole(group)))
+    yield ControlGroup(_group_of(ranks, "gloo", "council", _whole(group)))
 
 
 def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, group or dist.group.WORLD)
 
 
-def _backend(seats: Sequence[Seat]) -> str:
+def _backend(seats: Sequence[RankHost]) -> str:
     """What training will talk over: NCCL where every process has a GPU of its own, gloo otherwise."""
     gpus = {chip_of(seat) for seat in seats if seat.gpu}
     return "nccl" if len(gpus) == len(seats) and dist.is_nccl_available() else "gloo"
 
 
-def group_to_talk(group: dist.ProcessGroup | None, seats: Sequence[Seat]) -> dist.ProcessGroup:
+def group_to_talk(group: dist.ProcessGroup | None, seats: Sequence[RankHost]) -> dist.ProcessGroup:
     whole = _whole(group)
     return _group_of(dist.get_process_group_ranks(whole), _backend(seats), "talk", whole)
 
 
-def talkers_of(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None, council: Council) -> Talkers:
+def talkers_of(
+    cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None, council: ControlGroup
+) -> Talkers:
     """All of a group, ready to talk as they would in training."""
-    seats = cast(list[Seat], council.hear(seat_of(device, Speeds((), 0.0, 0.0))))
-    return World(group_to_talk(group, seats), council, device, torch.float32, 0, 0.0).talkers(cluster)
+    seats = cast(list[RankHost], council.hear(seat_of(device, Speeds((), 0.0, 0.0))))
+    return Topology(group_to_talk(group, seats), council, device, torch.float32, 0, 0.0).talkers(cluster)
 
 
 def _group_of(ranks: Sequence[int], backend: str, use: str, whole: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -84,19 +86,19 @@ def _group_of(ranks: Sequence[int], backend: str, use: str, whole: dist.ProcessG
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Topology:
     """Whom to talk with, how to agree, on what, and for how long all of the measuring may take."""
 
     group: dist.ProcessGroup
-    council: Council
+    council: ControlGroup
     device: torch.device
     dtype: torch.dtype
     most_bytes: int  # that training sends at once
     budget_s: float
 
     def talkers(self, cluster: Cluster) -> Talkers:
-        wire = Wire(self.group, self.device, Network(cluster))
-        return Talkers(wire, self.council, Load(self.device), self.device, self.dtype)
+        wire = Communicator(self.group, self.device, Network(cluster))
+        return Talkers(wire, self.council, BackgroundLoad(self.device), self.device, self.dtype)
 
 
 def link_parts(ranks: int) -> int:
@@ -113,7 +115,7 @@ def sent(graphs: Sequence[Graph]) -> tuple[torch.dtype, int]:
 
 
 def with_links(
-    cluster: Cluster, world: World, seats: Sequence[Seat], paces: Sequence[float], step: Callable[[], object]
+    cluster: Cluster, world: Topology, seats: Sequence[RankHost], paces: Sequence[float], step: Callable[[], object]
 ) -> tuple[Cluster, tuple[Fit, ...], tuple[float, ...]]:
     """The cluster with its collectives measured, their fits, and the drag of each rank, which kinds do not have yet."""
     # Groups inside hosts must be made by all processes: where only some measure, all links are taken to be alike.
@@ -168,7 +170,7 @@ def _unequal(speeds: Sequence[float]) -> tuple[float, ...]:
     return tuple(speed / total for speed in speeds)
 
 
-def _inside_hosts(cluster: Cluster, world: World, seats: Sequence[Seat]) -> Link:
+def _inside_hosts(cluster: Cluster, world: Topology, seats: Sequence[RankHost]) -> Link:
     """The link of the slowest host, all hosts talking to themselves at once."""
     ranks, me = dist.get_process_group_ranks(world.group), dist.get_rank(world.group)
     nodes = node_names(seats)
@@ -182,7 +184,7 @@ def _inside_hosts(cluster: Cluster, world: World, seats: Sequence[Seat]) -> Link
         if node != nodes[me]:
             continue
         part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == nodes[me])
-        here = World(group, Council(council), world.device, world.dtype, world.most_bytes, world.budget_s)
+        here = Topology(group, ControlGroup(council), world.device, world.dtype, world.most_bytes, world.budget_s)
         each = LINKS_PART * world.budget_s / len(WAYS)
         (fit,) = fit_ways(here.talkers(part), each, (("all_gather", "padded"),))
         size, line = len(inside), fit.link

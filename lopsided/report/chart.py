@@ -1,7 +1,7 @@
 """A step drawn in time: who does what from when to when. What the page and the trace show.
 
 In: a `Plan`, or a `Run` of one. Out: `Chart`: a `Strip` for each kind of device (measured: for each device), of
-`Block`s that follow each other without a gap, and what the network does meanwhile.
+`ChartBlock`s that follow each other without a gap, and what the network does meanwhile.
 
     compute    an op of the model, what sending takes from it, or the optimizer's update of all parameters
     blocked    something is sent, and all devices take part and wait for it
@@ -39,7 +39,7 @@ _LEAST_S = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ChartBlock:
     """What a device, or the network, does for a while."""
 
     doing: str
@@ -64,7 +64,7 @@ class Strip:
 
     label: str
     devices: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[ChartBlock, ...]
 
     def seconds(self, *doing: str) -> float:
         return sum(block.seconds for block in self.blocks if block.doing in doing)
@@ -78,7 +78,7 @@ class Chart:
     forward_s: float
     backward_s: float
     strips: tuple[Strip, ...]
-    network: tuple[Block, ...]
+    network: tuple[ChartBlock, ...]
 
     @property
     def phases(self) -> tuple[tuple[str, float, float], ...]:
@@ -152,28 +152,30 @@ def _counted(label: str, names: Sequence[str]) -> str:
     return f"{label} ({len(names)})" if len(names) > 1 else label
 
 
-def _computed(event: Event, forward_s: float, modules: Mapping[str, str]) -> Block:
+def _computed(event: Event, forward_s: float, modules: Mapping[str, str]) -> ChartBlock:
     # What runs forward again behind the forward pass belongs to the backward pass.
     phase = BACKWARD if event.start_s >= forward_s or event.what.startswith("∂") else FORWARD
-    return Block(COMPUTE, phase, _shown(event.what), event.start_s, event.end_s, module=_module_of(event.what, modules))
+    return ChartBlock(
+        COMPUTE, phase, _shown(event.what), event.start_s, event.end_s, module=_module_of(event.what, modules)
+    )
 
 
-def _update(plan: Plan, events: Sequence[Event]) -> Iterator[Block]:
+def _update(plan: Plan, events: Sequence[Event]) -> Iterator[ChartBlock]:
     """The optimizer as one block: its updates follow each other, and nobody tells them apart."""
     if events:
         what = f"{plan.optimizer}: update {len(events)} parameter{'s' if len(events) > 1 else ''}"
-        yield Block(COMPUTE, OPTIMIZER, what, events[0].start_s, events[-1].end_s)
+        yield ChartBlock(COMPUTE, OPTIMIZER, what, events[0].start_s, events[-1].end_s)
 
 
-def _sent(event: Event, forward_s: float, modules: Mapping[str, str]) -> Block:
+def _sent(event: Event, forward_s: float, modules: Mapping[str, str]) -> ChartBlock:
     span = Span(NETWORK, event.what, event.start_s, event.end_s, event.collective, event.way, event.whole_bytes)
     return _sent_block(span, event.start_s, event.end_s, forward_s, modules, hides=event.hides)
 
 
 def _sent_block(
     span: Span, start_s: float, end_s: float, forward_s: float, modules: Mapping[str, str], *, hides: bool
-) -> Block:
-    return Block(
+) -> ChartBlock:
+    return ChartBlock(
         HIDDEN if hides else BLOCKED,
         FORWARD if start_s < forward_s else BACKWARD,
         _shown(span.what),
@@ -188,10 +190,10 @@ def _sent_block(
 
 # Standing still
 
-_Rest = Callable[[float, float, str], Block]
+_Rest = Callable[[float, float, str], ChartBlock]
 
 
-def _arrivals(computed: Sequence[Sequence[Block]], labels: Sequence[str]) -> Iterator[_Rest]:
+def _arrivals(computed: Sequence[Sequence[ChartBlock]], labels: Sequence[str]) -> Iterator[_Rest]:
     """For each strip, what it does when it neither computes nor sends: it waits for who was the last to end."""
     every = sorted((block.end_s, k) for k, blocks in enumerate(computed) for block in blocks)
     for mine in range(len(labels)):
@@ -200,18 +202,20 @@ def _arrivals(computed: Sequence[Sequence[Block]], labels: Sequence[str]) -> Ite
 
 
 def _waiting(ends: Sequence[float], labels: Sequence[str]) -> _Rest:
-    def rest(start_s: float, end_s: float, phase: str) -> Block:
+    def rest(start_s: float, end_s: float, phase: str) -> ChartBlock:
         k = bisect_right(ends, end_s + _LEAST_S)
-        return Block(WAITING, phase, "", start_s, end_s, awaits=labels[k - 1] if k else "")
+        return ChartBlock(WAITING, phase, "", start_s, end_s, awaits=labels[k - 1] if k else "")
 
     return rest
 
 
-def _idle(start_s: float, end_s: float, phase: str) -> Block:
-    return Block(IDLE, phase, "", start_s, end_s)
+def _idle(start_s: float, end_s: float, phase: str) -> ChartBlock:
+    return ChartBlock(IDLE, phase, "", start_s, end_s)
 
 
-def _strip(computed: Iterable[Block], sends: Sequence[Block], step_s: float, rest: _Rest) -> Iterator[Block]:
+def _strip(
+    computed: Iterable[ChartBlock], sends: Sequence[ChartBlock], step_s: float, rest: _Rest
+) -> Iterator[ChartBlock]:
     """What is computed, and between it why not: by `sends`, in the order they begin, or else by `rest`."""
     now, passed, phase = 0.0, 0, FORWARD
     for block in (*sorted(computed, key=lambda block: block.start_s), None):
@@ -303,7 +307,7 @@ def _together(names: Sequence[str], sent: Sequence[Mapping[_Key, Span]]) -> dict
     return found
 
 
-def _ran(spans: Iterable[Span], modules: Mapping[str, str]) -> Iterator[Block]:
+def _ran(spans: Iterable[Span], modules: Mapping[str, str]) -> Iterator[ChartBlock]:
     """What was computed. The runtime's own work (buckets, conversions) belongs to what was computed before it."""
     phase = FORWARD
     for span in spans:
@@ -311,16 +315,18 @@ def _ran(spans: Iterable[Span], modules: Mapping[str, str]) -> Iterator[Block]:
             phase = OPTIMIZER
         elif span.what.startswith("∂"):
             phase = BACKWARD
-        yield Block(COMPUTE, phase, _shown(span.what), span.start_s, span.end_s, _module_of(span.what, modules))
+        yield ChartBlock(COMPUTE, phase, _shown(span.what), span.start_s, span.end_s, _module_of(span.what, modules))
 
 
-def _stood(span: Span, send: _Send, modules: Mapping[str, str], trained: Collection[str]) -> Iterator[Block]:
+def _stood(span: Span, send: _Send, modules: Mapping[str, str], trained: Collection[str]) -> Iterator[ChartBlock]:
     """What a send is for one device: waiting until the last has come, then sending."""
     begun = min(max(send.start_s, span.start_s), span.end_s)
     if begun > span.start_s:
-        yield Block(WAITING, BACKWARD, "", span.start_s, begun, awaits=send.last)
+        yield ChartBlock(WAITING, BACKWARD, "", span.start_s, begun, awaits=send.last)
     yield replace(_as_sent(span, send, 0.0, modules, trained), start_s=begun, end_s=span.end_s)
 
 
-def _as_sent(span: Span, send: _Send, forward_s: float, modules: Mapping[str, str], trained: Collection[str]) -> Block:
+def _as_sent(
+    span: Span, send: _Send, forward_s: float, modules: Mapping[str, str], trained: Collection[str]
+) -> ChartBlock:
     return _sent_block(span, send.start_s, send.end_s, forward_s, modules, hides=subject_of(span.what) in trained)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from lopsided.calibration.run_record import Run
 from lopsided.planner.plan_data import Plan
-from lopsided.report.chart import COMPUTE, IDLE, WAITING, Block, Chart, Strip, measured_chart, predicted_chart
+from lopsided.report.chart import COMPUTE, IDLE, WAITING, Chart, ChartBlock, Strip, measured_chart, predicted_chart
 
 _THREADS = ("compute", "network", "waiting")
 _MOST_EVENTS = 100_000
@@ -52,7 +52,7 @@ def _strips(chart: Chart) -> Iterator[Strip]:
             yield from (replace(strip, label=name, devices=(name,)) for name in strip.devices)
 
 
-def _blocks(strip: Strip, chart: Chart) -> Iterator[tuple[str, Block]]:
+def _blocks(strip: Strip, chart: Chart) -> Iterator[tuple[str, ChartBlock]]:
     for block in strip.blocks:
         if block.doing == COMPUTE:
             yield "compute", block
@@ -69,7 +69,7 @@ def _names(process: int, name: str) -> Iterator[_Json]:
         yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _event(process: int, thread: str, block: Block) -> _Json:
+def _event(process: int, thread: str, block: ChartBlock) -> _Json:
     told = {
         "module": block.module,
         "collective": block.collective,

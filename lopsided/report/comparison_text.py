@@ -1,13 +1,13 @@
 """A confrontation in words and columns: what `lopsided train --report` and `lopsided confront` print.
 
-In: a `Confrontation`. Out: lines of text, at most some 100 characters wide.
+In: a `Comparison`. Out: lines of text, at most some 100 characters wide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lopsided.calibration.comparison import AROUND, DRAG, Confrontation, Line
+from lopsided.calibration.comparison import AROUND, DRAG, Comparison, ComparisonLine
 from lopsided.calibration.run_record import NETWORK
 from lopsided.report.listing import bytes_text, seconds_text
 
@@ -15,7 +15,7 @@ _SHORT = 12
 """So many classes of ops are listed; the rest is one line."""
 
 
-def confrontation_lines(found: Confrontation, *, full: bool = False) -> Iterator[str]:
+def confrontation_lines(found: Comparison, *, full: bool = False) -> Iterator[str]:
     step = found.step
     yield (
         f"step  predicted {seconds_text(step.predicted)}, measured {seconds_text(step.measured)}: "
@@ -39,7 +39,7 @@ def confrontation_lines(found: Confrontation, *, full: bool = False) -> Iterator
     yield f"worst line  {name}: {said}, {part:.0%} of the step"
 
 
-def verdict(line: Line, *, of_bytes: bool = False) -> str:
+def verdict(line: ComparisonLine, *, of_bytes: bool = False) -> str:
     """What is to be said of a prediction."""
     if line.what in AROUND and not line.predicted:
         return "taken to be free"
@@ -58,15 +58,18 @@ def error_text(error: float, more: str = "long", less: str = "short") -> str:
     return f"{abs(error) * 100:.0f} % too {more if error > 0 else less}"
 
 
-def _shortened(lines: Sequence[Line], full: bool) -> list[Line]:
+def _shortened(lines: Sequence[ComparisonLine], full: bool) -> list[ComparisonLine]:
     if full or len(lines) <= _SHORT:
         return list(lines)
     rest = lines[_SHORT - 1 :]
     predicted, measured = sum(line.predicted for line in rest), sum(line.measured for line in rest)
-    return [*lines[: _SHORT - 1], Line(f"{len(rest)} others", predicted, measured, sum(line.times for line in rest))]
+    return [
+        *lines[: _SHORT - 1],
+        ComparisonLine(f"{len(rest)} others", predicted, measured, sum(line.times for line in rest)),
+    ]
 
 
-def _table(head: str, lines: Sequence[Line], *, of_bytes: bool = False) -> Iterator[str]:
+def _table(head: str, lines: Sequence[ComparisonLine], *, of_bytes: bool = False) -> Iterator[str]:
     shown = bytes_text if of_bytes else seconds_text
     rows = [(head, "times", "predicted", "measured", "prediction")]
     for line in lines:

@@ -22,8 +22,8 @@ from lopsided.report.chart import (
     IDLE,
     OPTIMIZER,
     WAITING,
-    Block,
     Chart,
+    ChartBlock,
     Strip,
 )
 from lopsided.report.listing import bytes_text, seconds_text
@@ -58,7 +58,7 @@ def _at(part: float, whole: float) -> str:
     return f"{part / whole * 100:.5f}".rstrip("0").rstrip(".") + "%"
 
 
-def doing_class(block: Block) -> str:
+def doing_class(block: ChartBlock) -> str:
     """How a block is coloured: by what is done, and computation by its phase."""
     if block.doing != COMPUTE:
         return block.doing
@@ -72,7 +72,7 @@ def doing_class(block: Block) -> str:
 class _Lane:
     label: str
     facts: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[ChartBlock, ...]
     height: int
     of: str = ""  # predicted or measured, where there are both
 
@@ -173,9 +173,9 @@ def _coarse(lanes: Sequence[_Lane], whole: float) -> list[_Lane]:
     return found
 
 
-def _joined(blocks: Sequence[Block], least_s: float) -> Iterator[Block]:
+def _joined(blocks: Sequence[ChartBlock], least_s: float) -> Iterator[ChartBlock]:
     """Neighbours of one class that are shorter than this, as one."""
-    held: list[Block] = []
+    held: list[ChartBlock] = []
     for block in blocks:
         alike = (
             held
@@ -191,7 +191,7 @@ def _joined(blocks: Sequence[Block], least_s: float) -> Iterator[Block]:
     yield from _one(held)
 
 
-def _one(held: Sequence[Block]) -> Iterator[Block]:
+def _one(held: Sequence[ChartBlock]) -> Iterator[ChartBlock]:
     if len(held) > 1:
         what = f"{held[0].what or held[0].doing} … {held[-1].what or held[-1].doing} ({len(held)})"
         yield replace(held[0], what=what, end_s=held[-1].end_s)
@@ -199,7 +199,7 @@ def _one(held: Sequence[Block]) -> Iterator[Block]:
         yield from held
 
 
-def _told(block: Block, strings: dict[str, int]) -> list[float]:
+def _told(block: ChartBlock, strings: dict[str, int]) -> list[float]:
     """Start, seconds, and numbers of strings: what, and more about it."""
     more = [block.module] if block.module else []
     if block.collective:

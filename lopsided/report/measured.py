@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lopsided.calibration.comparison import Line, confront
+from lopsided.calibration.comparison import ComparisonLine, confront
 from lopsided.calibration.run_record import NETWORK, Run
 from lopsided.report.comparison_text import error_text, verdict
 from lopsided.report.figures import bar, steps_plot
@@ -58,7 +58,7 @@ def run_section(run: Run) -> Html:
     )
 
 
-def _confronted(title: str, lines: Sequence[Line], said: Callable[[float], str]) -> Html:
+def _confronted(title: str, lines: Sequence[ComparisonLine], said: Callable[[float], str]) -> Html:
     most = max(max(line.predicted, line.measured) for line in lines)
     rows = []
     for line in lines:

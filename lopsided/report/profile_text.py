@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lopsided.calibration.feedback import Fed
+from lopsided.calibration.feedback import Calibrated
 from lopsided.cluster.devices import Kind
-from lopsided.profiling.measure import Line, Measurement
+from lopsided.profiling.measure import Measurement, ProfileLine
 from lopsided.report.listing import bytes_text, seconds_text
 from lopsided.report.plan_text import plural, rate_text
 from lopsided.schedule.cost import UPDATED_ELEMENTS, fitted_line
@@ -148,12 +148,12 @@ def _times(ratios: Sequence[float]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _call_row(line: Line) -> list[str]:
+def _call_row(line: ProfileLine) -> list[str]:
     call = short(line.call, 58)
     return [call, str(line.times), seconds_text(line.step_s), percent(line.error), percent(line.noise)]
 
 
-def _weighted(lines: Sequence[Line]) -> float:
+def _weighted(lines: Sequence[ProfileLine]) -> float:
     total = sum(line.step_s for line in lines)
     return sum(line.error * line.step_s for line in lines) / total if total else 0.0
 
@@ -227,7 +227,7 @@ def _wrapped(text: str, indent: str) -> Iterator[str]:
 # Corrections
 
 
-def correction_lines(fed: Fed) -> Iterator[str]:
+def correction_lines(fed: Calibrated) -> Iterator[str]:
     """What a run corrected, what matters most first."""
     ordered = sorted(fed.corrections, key=lambda c: -abs(c.is_s - c.was_s))
     yield f"{len(ordered)} {plural('figure', len(ordered))} corrected"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lopsided.planner.baselines import STATE, batch_size
 from lopsided.planner.plan_data import Plan
-from lopsided.report.chart import BLOCKED, COMPUTE, EXPOSED, HIDDEN, IDLE, WAITING, Block, Chart, Strip, subject_of
+from lopsided.report.chart import BLOCKED, COMPUTE, EXPOSED, HIDDEN, IDLE, WAITING, Chart, ChartBlock, Strip, subject_of
 from lopsided.report.listing import DeviceRow, bytes_text, device_rows, seconds_text, told_apart
 from lopsided.report.plan_text import plural, rate_text
 
@@ -157,7 +157,7 @@ def _sent_words(chart: Chart, busiest: str) -> Iterator[str]:
         yield "Nothing is sent."
 
 
-def _largest(blocks: Sequence[Block]) -> list[tuple[str, float]]:
+def _largest(blocks: Sequence[ChartBlock]) -> list[tuple[str, float]]:
     """What most is sent for: forward and backward as one, alike ones of many layers as one."""
     taken: Counter[str] = Counter()
     counts: Counter[str] = Counter()

@@ -2,7 +2,7 @@
 of the two and all that came close the quickest is taken.
 
 In: several plans of one graph, the same on every rank. Out: a plan, the same on every rank, and what each took
-(`Trial`).
+(`TriedPlan`).
 
 Predictions rank plans well and not perfectly; where several are predicted to take about as long, some steps of each
 cost less than an hour with the wrong one. And a device that is a little slower than its tables say makes all others
@@ -26,14 +26,14 @@ import torch
 
 from lopsided.calibration.rebalance import rebalanced
 from lopsided.cluster.collectives import Network
-from lopsided.comm.communicator import Wire
+from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import TIMEOUT_S, World, group_of, meet
 from lopsided.errors import PlanError
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.profiling.dry_run import Play, alone_s, together_s
-from lopsided.profiling.links import Council
-from lopsided.profiling.load import Load
+from lopsided.profiling.links import ControlGroup
+from lopsided.profiling.load import BackgroundLoad
 from lopsided.profiling.measure import undisturbed
 from lopsided.profiling.topology import council_of
 from lopsided.runtime.agreement import from_first, in_group_order
@@ -45,7 +45,7 @@ _OWN_S = 0.5  # for which a device runs its part of a step by itself, and a few 
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TriedPlan:
     """A plan, and seconds of a step of it; infinite, of one that does not run."""
 
     plan: Plan
@@ -58,7 +58,7 @@ def quickest(
     *,
     timeout_s: float = TIMEOUT_S,
     progress: Callable[[str], None] = lambda _: None,
-) -> tuple[Plan, tuple[Trial, ...]]:
+) -> tuple[Plan, tuple[TriedPlan, ...]]:
     """The quickest plan, and what each took, the one with new shares last. All ranks call it with the same.
 
     The first is taken unless another is clearly quicker; and if none can be tried, for an op that refuses random
@@ -79,20 +79,20 @@ def quickest(
     return _noted(chosen, trials), tuple(trials)
 
 
-def chosen_by(trials: Sequence[Trial]) -> Plan:
+def chosen_by(trials: Sequence[TriedPlan]) -> Plan:
     """The plan that took least; the first, unless by far."""
     least = min(trials, key=lambda one: one.seconds)
     return least.plan if least.seconds < _CLEARLY * trials[0].seconds else trials[0].plan
 
 
-def _nearest(chosen: Plan, trials: Sequence[Trial]) -> list[Plan]:
+def _nearest(chosen: Plan, trials: Sequence[TriedPlan]) -> list[Plan]:
     """The chosen plan, and those that took hardly longer."""
     took = next((one.seconds for one in trials if one.plan is chosen), math.inf)
     others = (one for one in trials if one.plan is not chosen)
     return [chosen, *(one.plan for one in others if one.seconds <= _CLOSE * took and math.isfinite(one.seconds))]
 
 
-def _noted(plan: Plan, trials: Sequence[Trial]) -> Plan:
+def _noted(plan: Plan, trials: Sequence[TriedPlan]) -> Plan:
     """With a note of what it took, and what others did."""
     took = next((one.seconds for one in trials if one.plan is plan), math.inf)
     if not math.isfinite(took):
@@ -108,11 +108,11 @@ class _Stage:
     """Where plans are run: on what, agreeing how, waiting how long."""
 
     device: torch.device
-    council: Council
+    council: ControlGroup
     timeout_s: float
     progress: Callable[[str], None]
 
-    def tried(self, plans: Sequence[Plan]) -> list[Trial]:
+    def tried(self, plans: Sequence[Plan]) -> list[TriedPlan]:
         """Some steps of each, in turn."""
         tries = [self._prepared(plan) for plan in plans]
         rounds: list[list[float]] = []
@@ -120,14 +120,14 @@ class _Stage:
             self.progress(f"trying {len(plans)} plans, round {turn + 1} of {_ROUNDS}")
             rounds.append([one() if one is not None else math.inf for one in tries])
         means = (statistics.fmean(times) for times in zip(*rounds, strict=True))
-        return [Trial(plan, seconds) for plan, seconds in zip(plans, means, strict=True)]
+        return [TriedPlan(plan, seconds) for plan, seconds in zip(plans, means, strict=True)]
 
     def balanced(self, plan: Plan) -> Plan | None:
         """The plan with shares by what its devices take to compute, all at the same time; None if it has them."""
         if len(plan.on.kinds) == 1:
             return None
         self.progress("balancing the plan by what its devices take")
-        world, load = meet(plan, device=self.device), Load(self.device)
+        world, load = meet(plan, device=self.device), BackgroundLoad(self.device)
         self.council.meet(load)
         own_s = None if not world.takes_part else self._own_s(_play(plan, world), world.place)
         self.council.meet(load)
@@ -150,7 +150,9 @@ class _Stage:
         """Some steps of a plan, to be run by all ranks; None where it does not run on some rank."""
         world = meet(plan, device=self.device)
         group = group_of(world, self.timeout_s)
-        wire = Wire(group, world.device, Network(plan.on), timeout_s=self.timeout_s) if group is not None else None
+        wire = (
+            Communicator(group, world.device, Network(plan.on), timeout_s=self.timeout_s) if group is not None else None
+        )
         play = _play(plan, world)
         # With nobody to talk to: whoever cannot do it says so before others wait for it.
         runs = wire is None or alone_s(play, world.place, world.device, 0.0, time.perf_counter, fewest=1) is not None

@@ -1,7 +1,7 @@
 """What state and checkpoints need of a parallel module, and how its processes agree.
 
-In: a parallel module. Out: `Accord`, once for each module: groups of processes apart from training, in which all raise
-what one of them refuses. Every rank of the world is in them, bystanders too, so their ranks are the global ones.
+In: a parallel module. Out: `ControlPlane`, once for each module: groups of processes apart from training, in which all
+raise what one of them refuses. Every rank of the world is in them, bystanders too, so their ranks are the global ones.
 
 The groups are gloo whatever training uses: what is agreed on lies in main memory. A save that runs beside training has
 one to itself, since collectives of two threads must not mix.
@@ -70,7 +70,7 @@ class Waiting(Protocol):
     def wait(self) -> None: ...
 
 
-class Accord:
+class ControlPlane:
     """The processes of the world, when they talk about the state of a parallel module."""
 
     def __init__(self) -> None:
@@ -125,13 +125,13 @@ def _failed(rank: int, error: Exception) -> CheckpointError:
     )
 
 
-_accord: tuple[object, Accord] | None = None  # of which default group
+_accord: tuple[object, ControlPlane] | None = None  # of which default group
 
 
-def accord_of(pm: Holder) -> Accord:
+def accord_of(pm: Holder) -> ControlPlane:
     """The accord of the world that this module is in. The first call makes it and must be made by all ranks."""
     global _accord
     default = dist.group.WORLD
     if _accord is None or _accord[0] is not default:
-        _accord = (default, Accord())
+        _accord = (default, ControlPlane())
     return _accord[1]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lopsided.comm.communicator import Wire
+from lopsided.comm.communicator import Communicator
 from lopsided.errors import InputError, TrainingError
 from lopsided.runtime.parallel import Parallel
 
@@ -93,13 +93,13 @@ def _norms(grads: Sequence[Tensor], order: float, device: torch.device) -> Tenso
     return torch.stack(norms).double() if norms else torch.zeros(0, dtype=torch.float64, device=device)
 
 
-def _power_sum(norms: Tensor, order: float, wire: Wire) -> Tensor:
+def _power_sum(norms: Tensor, order: float, wire: Communicator) -> Tensor:
     # In double precision the power of a norm in single precision neither overflows nor vanishes.
     powers = norms.pow(order).sum().reshape(1)
     return wire.all_reduce(powers, what="the norm of the gradient").wait().pow(1 / order)
 
 
-def _extreme(norms: Tensor, order: float, wire: Wire) -> Tensor:
+def _extreme(norms: Tensor, order: float, wire: Communicator) -> Tensor:
     """The largest element, or the smallest for an order of -inf."""
     sign = 1.0 if order > 0 else -1.0
     largest = torch.finfo(torch.float64).max

@@ -26,9 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lopsided.capturing.capture_graph import LossFn, capture, flatten_batch, surrounding_autocast
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
-from lopsided.comm.communicator import Wire
-from lopsided.comm.redistribute import Exchange
-from lopsided.comm.watchdog import Watch
+from lopsided.comm.communicator import Communicator
+from lopsided.comm.redistribute import Redistributor
+from lopsided.comm.watchdog import Watchdog
 from lopsided.comm.world import (
     TIMEOUT_S,
     World,
@@ -41,10 +41,10 @@ from lopsided.comm.world import (
     side_group,
 )
 from lopsided.errors import BatchError, TrainingError
-from lopsided.executor.executor import Steps
+from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
 from lopsided.executor.local_op import AnyRandomness
-from lopsided.executor.randomness import Randomness
+from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, pieces_of, take_piece
 from lopsided.ir.program import Program, parse_program
@@ -160,19 +160,19 @@ class Parallel(nn.Module):
         network = Network(plan.on)
         group = group_of(world, timeout_s)
         self._side = side_group(world, timeout_s)
-        self.watch = Watch(world, default_store(), timeout_s, side=self._side)
+        self.watch = Watchdog(world, default_store(), timeout_s, side=self._side)
         weakref.finalize(self, self.watch.stop)
-        self.wire = Wire(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
+        self.wire = Communicator(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
         # In a tuple, so that it does not become a submodule: its children are ours.
         self._model = (model,)
         self.pieces = self._take_pieces(model, init, seed)
-        self._modes: dict[Mode, Steps] = {}
+        self._modes: dict[Mode, Executor] = {}
         self._constant_tensors: dict[int, Tensor] = {}
-        self.randomness: AnyRandomness = randomness or Randomness(seed, max(world.place, 0), world.device)
+        self.randomness: AnyRandomness = randomness or RankRandomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self._last_loss = LastLoss(self._here())
         if self.wire is not None:
-            self._exchange = Exchange(self.wire, self.shares, network)
+            self._exchange = Redistributor(self.wire, self.shares, network)
             self._gradients = Gradients(self._exchange, plan.bucket_bytes if bucket_bytes is None else bucket_bytes)
             # Weakly: a module that nobody needs is gone at once, and its watch with it.
             this = weakref.ref(self)
@@ -345,12 +345,12 @@ class Parallel(nn.Module):
             self._constant_tensors[id(leaf)] = made.reshape(leaf.value.shape)
         return self._constant_tensors[id(leaf)]
 
-    def _steps(self, mode: Mode) -> tuple[Steps, Program]:
+    def _steps(self, mode: Mode) -> tuple[Executor, Program]:
         """The instructions of this mode, made at its first use."""
         if mode not in self._modes:
             if mode not in self._programs:
                 self._programs[mode] = self._program_in(mode)
-            self._modes[mode] = Steps(
+            self._modes[mode] = Executor(
                 self._programs[mode],
                 self._exchange,
                 self._gradients,

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lopsided.comm.communicator import Wire
+from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import World, odd_ones, these
 from lopsided.errors import WorldError
 from lopsided.runtime.pieces import Piece
@@ -39,7 +39,7 @@ class Replicated(Protocol):
     @property
     def world(self) -> World: ...
     @property
-    def wire(self) -> Wire | None: ...
+    def wire(self) -> Communicator | None: ...
     @property
     def pieces(self) -> Mapping[str, Piece]: ...
     def named_parameters(
@@ -194,7 +194,7 @@ def _replicas(pm: Replicated, optimizer: torch.optim.Optimizer | None) -> dict[s
     return held
 
 
-def _check_names(pm: Replicated, wire: Wire, names: Sequence[str]) -> None:
+def _check_names(pm: Replicated, wire: Communicator, names: Sequence[str]) -> None:
     """Ranks that have other tensors than others cannot be compared, and would wait for each other."""
     said = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
     mine = torch.tensor([said, len(names)], device=pm.world.device)
@@ -211,7 +211,9 @@ def _check_names(pm: Replicated, wire: Wire, names: Sequence[str]) -> None:
         )
 
 
-def _beside_the_first(tensor: Tensor, name: str, wire: Wire, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def _beside_the_first(
+    tensor: Tensor, name: str, wire: Communicator, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Parts of a tensor, each with what the first rank has there. Moved as bytes: every dtype, and bit by bit."""
     rows = tensor.view(-1) if tensor.is_contiguous() else tensor
     for part in rows.split(max(_CHUNK_BYTES * len(rows) // max(tensor.nbytes, 1), 1)):
@@ -221,7 +223,7 @@ def _beside_the_first(tensor: Tensor, name: str, wire: Wire, device: torch.devic
         yield part, first.view(part.shape)
 
 
-def _largest_difference(tensor: Tensor, name: str, wire: Wire, device: torch.device) -> float:
+def _largest_difference(tensor: Tensor, name: str, wire: Communicator, device: torch.device) -> float:
     kind = torch.complex128 if tensor.is_complex() else torch.float64
     largest = torch.zeros(1, dtype=torch.float64, device=device)
     for part, first in _beside_the_first(tensor, name, wire, device):

@@ -1,7 +1,7 @@
 """A step as a function of how large pieces are: its seconds, its longest path, and the bytes it holds.
 
-In: a `Schedule`, what is held (`Holding`s), and `Sizes`: whole units, or shares before rounding (`Point`). Out: `Load`
-and `Memory`, from which linear programs are made, and `Walk`, the step at some sizes.
+In: a `Schedule`, what is held (`Holding`s), and `Sizes`: whole units, or shares before rounding (`FractionalShares`).
+Out: `FoldedStep` and `MemoryRows`, from which linear programs are made, and `CriticalPath`, the step at some sizes.
 
 The one idea: a schedule is folded once, and walked for many sizes. What is computed without a break is one `Segment`,
 affine in the shares; transfers that are sent together are one `Message`; equal ones are kept once, so depth costs
@@ -9,14 +9,14 @@ little. A walk meets the same events in the same order as `timeline`, with clock
 messages. All it does is add and take maxima, and it remembers what was the maximum:
 
     computing                 t_k = t_k + Σ constant + slope · fraction_k        `Segment.at`
-    a blocking message        t_k = lane = max(t, lane) + seconds                `Walk._meet`
+    a blocking message        t_k = lane = max(t, lane) + seconds                `CriticalPath._meet`
     a bucket of gradients     lane = max(t, lane) + seconds                      waited for by the optimizer
     a bucket of parameters    the same                                           waited for by its first consumer
-    either of them            t_k += drag_k · its seconds beside computing       `Load._send`
+    either of them            t_k += drag_k · its seconds beside computing       `FoldedStep._send`
     waiting for a message     t_k = max(t_k, its end)
     seconds of a message      latency + bytes · (a + b · largest)                `Message.largest`
-    the step                  max(t), the length of its longest path             `Walk.path`
-    bytes on a kind           Σ_holdings bytes · (fraction_k or 1)               `Memory.held`
+    the step                  max(t), the length of its longest path             `CriticalPath.path`
+    bytes on a kind           Σ_holdings bytes · (fraction_k or 1)               `MemoryRows.held`
 
 So a step is a convex function of the shares as long as messages keep their ways, and every path is a lower bound.
 Where sending drags on computing or is stretched by it, a walk is an approximation: it charges all of the drag when
@@ -31,7 +31,7 @@ from functools import cached_property
 from typing import Protocol
 
 from lopsided.cluster.cluster import Cluster
-from lopsided.cluster.collectives import Network, Way
+from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.placement import Shares
 from lopsided.schedule.cost import Cut, Scale, Transfer
@@ -51,7 +51,7 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class FractionalShares:
     """Shares before rounding: for each name, the share of one device of each kind. Unknown names are work."""
 
     shares: Mapping[str, PerKind]
@@ -135,7 +135,7 @@ class Message:
         """Of the parts together, weighted by bytes: the price of a way is linear in both."""
         return sum(size * sizes.largest(cuts) for cuts, size in self.parts) / self.size if self.size else 1.0
 
-    def way(self, network: Network, sizes: Sizes) -> Way:
+    def way(self, network: Network, sizes: Sizes) -> Algorithm:
         return network.best(self.collective, self.size, self.largest(sizes))
 
 
@@ -151,7 +151,7 @@ _GRADIENTS = -1
 """The mark of the last bucket of gradients; the gathers of a pass are numbered from 0."""
 
 
-class Load:
+class FoldedStep:
     """A schedule as events over distinct segments and messages, in the order in which `timeline` meets them."""
 
     def __init__(self, schedule: Schedule, network: Network) -> None:
@@ -262,7 +262,7 @@ class Load:
         sent = {cut for message in self.messages for cuts, _ in message.parts for cut in cuts}
         return sent | {cut for segment in self.segments for cut, _ in segment.slopes}
 
-    def ways(self, network: Network, sizes: Sizes) -> tuple[Way, ...]:
+    def ways(self, network: Network, sizes: Sizes) -> tuple[Algorithm, ...]:
         return tuple(message.way(network, sizes) for message in self.messages)
 
 
@@ -282,10 +282,10 @@ class Path:
     stop: int = 0
 
 
-class Walk:
+class CriticalPath:
     """A step at some sizes: how long it takes, and its longest path."""
 
-    def __init__(self, load: Load, sizes: Sizes, ways: Sequence[Way]) -> None:
+    def __init__(self, load: FoldedStep, sizes: Sizes, ways: Sequence[Algorithm]) -> None:
         self.seconds = [segment.at(sizes) for segment in load.segments]
         self.prices = [
             way.seconds(message.size, message.largest(sizes)) for message, way in zip(load.messages, ways, strict=True)
@@ -328,7 +328,7 @@ class Walk:
 # Memory
 
 
-class Memory:
+class MemoryRows:
     """What devices hold, by what cuts it, and what each kind has room for."""
 
     def __init__(self, cluster: Cluster, holdings: Sequence[Holding], limits: Sequence[float]) -> None:
@@ -353,9 +353,11 @@ class Memory:
         room = zip(self.held(sizes), self.limits, strict=True)
         return [held - limit if held > limit + 1 else 0.0 for held, limit in room]
 
-    def tightened(self, over: Sequence[float]) -> Memory:
+    def tightened(self, over: Sequence[float]) -> MemoryRows:
         """With so many bytes less room."""
-        return Memory(self.cluster, self.holdings, [max(a - b, 1.0) for a, b in zip(self.limits, over, strict=True)])
+        return MemoryRows(
+            self.cluster, self.holdings, [max(a - b, 1.0) for a, b in zip(self.limits, over, strict=True)]
+        )
 
     def excess(self, shares: Shares, scale: type[Scale]) -> DoesNotFitError:
         """What does not fit, in words."""

@@ -1,7 +1,7 @@
 """What a whole call costs on one device, without any device in it, and what a talking rule exchanges.
 
 In: a `Call`, and a `Rule` for `exchanges`. Out: `Work` (flops, bytes and launches, each part apart so that a caller can
-scale those a rule cuts), `Exchange`s, and the text under which measured seconds are kept. No op is run for `work_of`:
+scale those a rule cuts), `Exchanged`s, and the text under which measured seconds are kept. No op is run for `work_of`:
 flops follow from the op's line, bytes from shapes and from what the backward pass keeps.
 
     a product that contracts indices       2 · Π lengths of its indices, pair by pair     `_product`
@@ -55,7 +55,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchanged:
     """A collective inside a talking rule."""
 
     collective: str
@@ -423,7 +423,7 @@ def _is_default(arg: Arg, default: object) -> bool:
 # What talking rules exchange
 
 
-def exchanges(call: Call, rule: Rule) -> tuple[Exchange, ...]:
+def exchanges(call: Call, rule: Rule) -> tuple[Exchanged, ...]:
     """The collectives that carry out a rule inside the op; plain rules have none.
 
     An implementation that cannot be asked without a device is taken to exchange its results. Bytes are those one device
@@ -434,10 +434,10 @@ def exchanges(call: Call, rule: Rule) -> tuple[Exchange, ...]:
         return found
     size = sum(value.bytes for value in call.node.results)
     passes = (False, True) if any(value.grad for value in call.node.results) else (False,)
-    return tuple(Exchange("all_reduce", size, backward) for backward in passes)
+    return tuple(Exchanged("all_reduce", size, backward) for backward in passes)
 
 
-def asked(call: Call, rule: Rule) -> tuple[Exchange, ...] | None:
+def asked(call: Call, rule: Rule) -> tuple[Exchanged, ...] | None:
     """What the implementation of a rule asks, found by running it on tensors without memory; None if it will not."""
     if rule.how in ("plain", "sfb"):
         return ()
@@ -475,7 +475,7 @@ class _Shapes:
         return torch.empty(tuple(shape), dtype=torch.float64, device=self.device)
 
 
-def _driven(call: Call, rule: Rule, talk: Talk, device: torch.device) -> Iterator[Exchange]:
+def _driven(call: Call, rule: Rule, talk: Talk, device: torch.device) -> Iterator[Exchanged]:
     """One imaginary device that has everything."""
     placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
     pieces = next(((p.length(value.shape),) for p, value in placed if p.is_shard), ())
@@ -500,7 +500,7 @@ def _driven(call: Call, rule: Rule, talk: Talk, device: torch.device) -> Iterato
         answer = ask.tensor
         size = ask.tensor.numel() * ask.tensor.element_size()
         if ask.largest or (ask.source == "P" and ask.to in ("I", "R")):
-            yield Exchange("all_reduce", size, False)
+            yield Exchanged("all_reduce", size, False)
         # The gradient of what is `R` comes in terms of a sum; that of `I` is whole.
         if not ask.largest and ask.to == "R" and ask.source in ("P", "I") and ask.tensor.requires_grad:
-            yield Exchange("all_reduce", size, True)
+            yield Exchanged("all_reduce", size, True)

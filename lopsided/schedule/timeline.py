@@ -57,7 +57,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class DeviceTime:
     """How one kind of device spends the step; with `blocking_s` of the timeline, these add up to it."""
 
     kind: str
@@ -78,7 +78,7 @@ class Timeline:
     forward_s: float
     backward_s: float  # until all gradients are synchronised
     optimizer_s: float
-    lanes: tuple[Lane, ...]  # one per kind
+    lanes: tuple[DeviceTime, ...]  # one per kind
     blocking_s: float
     hiding_s: float  # what could run behind computation, hidden or not
     events: tuple[Event, ...] = ()
@@ -88,7 +88,7 @@ class Timeline:
         return self.forward_s + self.backward_s + self.optimizer_s
 
     @property
-    def critical(self) -> Lane:
+    def critical(self) -> DeviceTime:
         """The lane that has most to do."""
         return max(self.lanes, key=lambda lane: lane.busy_s)
 
@@ -141,7 +141,9 @@ def run(schedule: Schedule, network: Network, scale: Scale, *, events: bool = Fa
         backward,
         end - forward - backward,
         tuple(
-            Lane(kind.name, computed[k], lanes.computed[k], lanes.waiting[k] + end - lanes.now[k], lanes.exposed[k])
+            DeviceTime(
+                kind.name, computed[k], lanes.computed[k], lanes.waiting[k] + end - lanes.now[k], lanes.exposed[k]
+            )
             for k, kind in enumerate(kinds)
         ),
         lanes.blocking,

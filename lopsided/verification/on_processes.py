@@ -4,7 +4,7 @@ In: the MODEL of a command line and a plan, or shares. Out: `Claim`s, what was c
 
     jobs_of_plan    a step in float64 and a short training, by the plan
     jobs_at_large   the same by the classics, and steps of random programs
-    prove           runs the jobs on a `Crew`
+    prove           runs the jobs on a `WorkerPool`
     imagine         the step of a plan on imaginary devices, where there are too many for processes
 
 Texts travel to the processes, not objects: each builds the model itself, and takes rank 0's numbers.
@@ -27,7 +27,7 @@ from lopsided.capturing.capture_graph import flatten_batch
 from lopsided.capturing.retype import in_dtype
 from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.cluster.cluster_file import parse_cluster
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import meet
 from lopsided.errors import ModelError, PlanError
 from lopsided.ir.dtypes import TOLERANCE, in_float64
@@ -68,7 +68,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ProcessesJob:
     """A program and its shares, in texts and numbers: what can be sent to another process."""
 
     what: str
@@ -116,13 +116,13 @@ def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
     return subject, plan
 
 
-def jobs_of_plan(subject: Subject, plan: Plan) -> list[Job]:
+def jobs_of_plan(subject: Subject, plan: Plan) -> list[ProcessesJob]:
     return _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
 
 
 def jobs_at_large(
     subject: Subject, graph: Graph, shares: Sequence[float] | None, processes: int, programs: int
-) -> list[Job]:
+) -> list[ProcessesJob]:
     """The classics, and random programs, every second with the given shares."""
     book, where = derive_rules(graph), _alike(processes)
     state = random.Random(subject.seed)
@@ -151,16 +151,20 @@ def jobs_at_large(
     return jobs
 
 
-def _both(what: str, subject: Subject, program: Program, shares: Shares, regather: bool, where: Cluster) -> list[Job]:
+def _both(
+    what: str, subject: Subject, program: Program, shares: Shares, regather: bool, where: Cluster
+) -> list[ProcessesJob]:
     step = _step(what, subject, program, shares, regather, where)
     dtype = subject.dtype or _dtype_of(program.graph)
     training = f"{what}: {STEPS} AdamW steps in {_in_full(dtype)}"
     return [step, replace(step, what=training, trains=True, tolerance=CURVE_TOLERANCE.get(dtype, 1e-4))]
 
 
-def _step(what: str, subject: Subject, program: Program, shares: Shares, regather: bool, where: Cluster) -> Job:
+def _step(
+    what: str, subject: Subject, program: Program, shares: Shares, regather: bool, where: Cluster
+) -> ProcessesJob:
     graph = program.graph
-    return Job(
+    return ProcessesJob(
         f"{what}: a step in float64",
         subject,
         graph.text(),
@@ -217,7 +221,7 @@ def imagine(subject: Subject, plan: Plan) -> Claim:
     return Claim("the plan: a step in float64", error, where, TOLERANCE)
 
 
-def prove(crew: Crew, jobs: Sequence[Job], progress: Callable[[], None] = lambda: None) -> list[Claim]:
+def prove(crew: WorkerPool, jobs: Sequence[ProcessesJob], progress: Callable[[], None] = lambda: None) -> list[Claim]:
     """A claim for each job, those of one name together in one: the worst."""
     found: dict[str, Claim] = {}
     for job in jobs:
@@ -229,7 +233,7 @@ def prove(crew: Crew, jobs: Sequence[Job], progress: Callable[[], None] = lambda
     return list(found.values())
 
 
-def compared(job: Job) -> tuple[float, str]:
+def compared(job: ProcessesJob) -> tuple[float, str]:
     """In a worker: the worst error as this process sees it, and where."""
     plan = _parsed(job)
     model, batch = _built(job.subject)
@@ -249,7 +253,7 @@ def _graph(text: str, namespaces: tuple[str, ...]) -> Graph:
     return parse_graph(text, namespaces=namespaces)
 
 
-def _parsed(job: Job) -> Plan:
+def _parsed(job: ProcessesJob) -> Plan:
     """A plan around the program; what it would predict is of no interest here."""
     program = parse_program(job.program, _graph(job.graph, job.namespaces))
     where = parse_cluster(job.cluster)

@@ -26,7 +26,7 @@ from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.candidates import MEMORY_IN_USE, Limits
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.planner import plan, plan_graph, predict
-from lopsided.planner.proposals import Workshop
+from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search import Progress
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Scale, optimizer_named
@@ -123,7 +123,7 @@ def test_state_goes_where_memory_is_and_work_where_speed_is(wide: Graph) -> None
     on = cluster(1, 1, bytes_per_s=1e13, memory=(whole * 1.7, whole * 0.95))
     book = derive_rules(wide)
     limits = Limits(lambda leaf: book.leaves[leaf.value.name], lambda node, rule: True)
-    shop = Workshop(wide, book, optimizer_named("adamw"), limits, lambda _: None)
+    shop = CandidatePool(wide, book, optimizer_named("adamw"), limits, lambda _: None)
     program = stored_cut(data_parallel(book, SharePrices(shop.costs(on), Scale(on, shop.equal(on)))))
     made = shop.balanced("zero", on, program, shop.equal(on), True)
     assert made is not None

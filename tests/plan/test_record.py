@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from plans_by_hand import plan_of
 
-from lopsided.calibration.comparison import Confrontation, Line, carried, confront, fraction_of, of_all
+from lopsided.calibration.comparison import Comparison, ComparisonLine, carried, confront, fraction_of, of_all
 from lopsided.calibration.run_record import (
     COMPUTE,
     NETWORK,
@@ -141,7 +141,7 @@ def test_an_all_to_all_is_as_large_as_all_of_its_parts() -> None:
 
 def test_a_run_that_does_what_was_predicted_is_not_off(run: Run) -> None:
     found = confront(run)
-    assert found.step == Line("step", run.plan.step_s, 1.1)
+    assert found.step == ComparisonLine("step", run.plan.step_s, 1.1)
     for row in found.computed:
         for line in row:
             assert line.predicted == pytest.approx(line.measured, rel=1e-6, abs=1e-9), line.what
@@ -187,7 +187,7 @@ def test_what_nobody_predicted_is_in_between(run: Run) -> None:
 
 
 def test_the_text_names_the_error_and_the_worst_line(run: Run) -> None:
-    found: Confrontation = confront(run)
+    found: Comparison = confront(run)
     text = "\n".join(confrontation_lines(found, full=True))
     assert error_text(found.step.error) in text
     assert "worst line  all_reduce, ring" in text

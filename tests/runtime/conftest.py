@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="session")
-def crews() -> Iterator[Callable[[int], Crew]]:
-    made: dict[int, Crew] = {}
+def crews() -> Iterator[Callable[[int], WorkerPool]]:
+    made: dict[int, WorkerPool] = {}
 
-    def of(size: int) -> Crew:
+    def of(size: int) -> WorkerPool:
         if size not in made or not made[size].alive:
-            made[size] = Crew(size, timeout_s=180)
+            made[size] = WorkerPool(size, timeout_s=180)
         return made[size]
 
     yield of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lopsided.comm.world import World
-from lopsided.executor.randomness import Randomness
+from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.placement import I, Placement, S, Shares, pieces_of
 from lopsided.runtime.pieces import Piece
 
@@ -68,7 +68,7 @@ class ByHand(nn.Module):
         )
         group = dist.new_group(list(ranks))
         self.wire = _Gathered(group) if self.world.takes_part else None
-        self.randomness = Randomness(7, max(self.world.place, 0), self.world.device)
+        self.randomness = RankRandomness(7, max(self.world.place, 0), self.world.device)
         self.steps_done = 0
         self.looked = 0
         model = whole_model(seed)

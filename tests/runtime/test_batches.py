@@ -24,7 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import BatchError
 from lopsided.ir.graph import Leaf, Value
 from lopsided.ir.placement import I, Placement, S, Shares
@@ -367,7 +367,7 @@ def _in_processes(length: int) -> list[list[int]]:
     return samples(list(shard(loader, model(rank, shares=Shares((0.5, 0.3, 0.2))))))
 
 
-def test_processes_agree_on_the_order_of_rank_0(crews: Callable[[int], Crew]) -> None:
+def test_processes_agree_on_the_order_of_rank_0(crews: Callable[[int], WorkerPool]) -> None:
     joined = [[*chain(*parts)] for parts in zip(*crews(3).run(_in_processes, 40), strict=True)]
     assert sorted(chain(*joined)) == list(range(40))
 
@@ -380,7 +380,7 @@ def _refused(length: int) -> str:
     return ""
 
 
-def test_processes_with_fewer_batches_are_refused(crews: Callable[[int], Crew]) -> None:
+def test_processes_with_fewer_batches_are_refused(crews: Callable[[int], WorkerPool]) -> None:
     said = crews(3).run(_refused, 30)
     assert said == ["", "rank 1 has 3 batches in an epoch and rank 0 has 4", said[1].replace("rank 1", "rank 2")]
 
@@ -410,7 +410,7 @@ def _losses(run: Run) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("shares", [Shares((0.5, 0.25, 0.25)), Shares((0.5, 0.5, 0.0))])
-def test_a_model_takes_shares_of_batches(crews: Callable[[int], Crew], shares: Shares) -> None:
+def test_a_model_takes_shares_of_batches(crews: Callable[[int], WorkerPool], shares: Shares) -> None:
     run = classic(SMALL["llama"], "dp", shares)  # which draws nothing
     for of_shares, of_wholes in crews(3).run(_losses, run):
         assert len(of_shares) == 3

@@ -19,7 +19,7 @@ from runs import Run, at_random, classic, model_of, parallel_of
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import CheckpointError
 from lopsided.ir.placement import S, Shares
 from lopsided.models.by_name import load as load_model
@@ -34,7 +34,7 @@ from lopsided.runtime.checkpoint.state import full_state_dict
 from lopsided.runtime.control_plane import accord_of
 from lopsided.runtime.pieces import Piece
 
-Crews = Callable[[int], Crew]
+Crews = Callable[[int], WorkerPool]
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -19,7 +19,7 @@ from lopsided.capturing.retype import in_dtype
 from lopsided.cli import run_commands as cli_run
 from lopsided.cli.app import app
 from lopsided.cluster.cluster import Cluster, Link
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError, LopsidedError, PlanError
 from lopsided.ir.placement import Shares
 from lopsided.ir.program import parse_program
@@ -207,7 +207,7 @@ def test_a_transformers_model_on_processes() -> None:
 def test_what_differs_ends_with_status_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     off = [Claim("the plan: a step in float64", 1e-3, "loss, rank 1", 1e-9)]
     monkeypatch.setattr(cli_run, "prove", lambda crew, jobs, progress: off)
-    monkeypatch.setattr(cli_run, "Crew", lambda size, timeout_s: nullcontext())
+    monkeypatch.setattr(cli_run, "WorkerPool", lambda size, timeout_s: nullcontext())
     done = lopsided("verify", SPEC, "--plan", "one.json", "--processes")
     assert done.exit_code == 1
     assert "1.0e-03" in done.stdout
@@ -231,7 +231,7 @@ def saved(run: Run, folder: str) -> None:
     pm.close()
 
 
-def test_a_checkpoint_becomes_one_file(crews: Callable[[int], Crew], tmp_path: Path) -> None:
+def test_a_checkpoint_becomes_one_file(crews: Callable[[int], WorkerPool], tmp_path: Path) -> None:
     crews(2).run(saved, classic(SPEC, "zero", Shares((0.6, 0.4))), str(tmp_path / "run"))
     done = lopsided("convert", tmp_path / "run", "-o", tmp_path / "model.safetensors")
     assert done.exit_code == 0, done.output

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lopsided.demo.race import Busy, Entry, Spent, _busy, _rows
+from lopsided.demo.race import Busy, RaceEntry, Spent, _busy, _rows
 from lopsided.demo.setting import on_cores
 from lopsided.demo.text import Windows, letters, story
 
@@ -107,6 +107,6 @@ def test_who_stands_longest_waits_for_others() -> None:
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    one = Entry("one", 1.0, (1.0, 4.0, 1.0), (), (), ())
-    other = Entry("other", 1.0, (2.0, 8.0, 1.0), (), (), ())
+    one = RaceEntry("one", 1.0, (1.0, 4.0, 1.0), (), (), ())
+    other = RaceEntry("other", 1.0, (2.0, 8.0, 1.0), (), (), ())
     assert one.faster_than(other) == 2.0

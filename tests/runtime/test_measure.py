@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster_file import parse_cluster
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import S
 from lopsided.models import zoo
 from lopsided.profiling import kinds as room
 from lopsided.profiling import op_times as measure_ops
-from lopsided.profiling.kinds import Found, Seat, Took
+from lopsided.profiling.kinds import Found, RankHost, Took
 from lopsided.profiling.links import WAYS
 from lopsided.profiling.measure import Measurement, measure, take_measurement
 from lopsided.profiling.op_times import (
@@ -78,7 +78,7 @@ def of_some(graph: Graph, ranks: list[int]) -> int:
 
 @pytest.fixture(scope="module")
 def unequal() -> list[tuple[Measurement, list[tuple[int, int]], bool]]:
-    with Crew(3, cores=[[0], [1], [1]]) as crew:
+    with WorkerPool(3, cores=[[0], [1], [1]]) as crew:
         return crew.run(take, small_graph())
 
 
@@ -175,7 +175,7 @@ def test_progress_is_told_and_random_numbers_stay(
         assert told == [(k, len(told)) for k in range(1, len(told) + 1)]
 
 
-def test_hosts_become_nodes(crews: Callable[[int], Crew]) -> None:
+def test_hosts_become_nodes(crews: Callable[[int], WorkerPool]) -> None:
     """Two ranks of one host, one of another: a link of its own inside, and names that a cluster allows."""
     cluster = crews(3).run(take, small_graph(), ("big/box", "big/box", "small box"))[0][0].cluster
     assert cluster.node_names == ("big-box", "small-box")
@@ -183,7 +183,7 @@ def test_hosts_become_nodes(crews: Callable[[int], Crew]) -> None:
     assert cluster.within != cluster.between
 
 
-def test_a_group_of_some(crews: Callable[[int], Crew]) -> None:
+def test_a_group_of_some(crews: Callable[[int], WorkerPool]) -> None:
     assert crews(3).run(of_some, small_graph(), [0, 2]) == [2, 0, 2]
 
 
@@ -205,11 +205,11 @@ def test_updates_are_measured_at_the_sizes_of_the_model() -> None:
 # Which ranks are alike
 
 
-def seat(host: str = "box", hardware: str = "some cpu", *, gpu: str = "", boot: str = "1") -> Seat:
-    return Seat(host, boot, hardware, gpu, 8 * 2**30, SPEEDS)
+def seat(host: str = "box", hardware: str = "some cpu", *, gpu: str = "", boot: str = "1") -> RankHost:
+    return RankHost(host, boot, hardware, gpu, 8 * 2**30, SPEEDS)
 
 
-def kinds_of(seats: list[Seat], paces: list[float]) -> list[tuple[str, str, int]]:
+def kinds_of(seats: list[RankHost], paces: list[float]) -> list[tuple[str, str, int]]:
     """The kinds of ranks that took so many seconds for the same call."""
     graph = small_graph()
     jobs, _ = choose_jobs([graph], [SPEEDS], 2**30, 10.0)

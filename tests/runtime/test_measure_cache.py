@@ -12,7 +12,7 @@ import torch
 
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster_file import parse_cluster
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.graph import Graph
 from lopsided.models import zoo
 from lopsided.profiling import cache as room
@@ -115,7 +115,7 @@ def in_worker(folder: str, budget_s: float) -> str:
         os.environ["LOPSIDED_CACHE"] = "0"
 
 
-def test_all_ranks_remember_the_same(crews: Callable[[int], Crew], tmp_path: Path) -> None:
+def test_all_ranks_remember_the_same(crews: Callable[[int], WorkerPool], tmp_path: Path) -> None:
     first = crews(2).run(in_worker, str(tmp_path), 0.3)
     again = crews(2).run(in_worker, str(tmp_path), 0.3)
     assert len({*first, *again}) == 1

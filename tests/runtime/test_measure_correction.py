@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopsided.profiling.correction import Correction, Expected, Rehearsed, correction_by
+from lopsided.profiling.correction import CallCorrection, Expected, Rehearsed, correction_by
 from lopsided.schedule.cost import Affine
 
 
@@ -18,7 +18,7 @@ def steps_of(line: Affine, share: float, share_s: float, whole_s: float, calls: 
     ]
 
 
-def total(correction: Correction | None, line: Affine, calls: int = 100) -> Affine:
+def total(correction: CallCorrection | None, line: Affine, calls: int = 100) -> Affine:
     assert correction is not None
     one = correction.of(Affine(line.constant / calls, line.slope / calls))
     return Affine(calls * one.constant, calls * one.slope)
@@ -26,7 +26,7 @@ def total(correction: Correction | None, line: Affine, calls: int = 100) -> Affi
 
 def test_a_step_beyond_belief_corrects_nothing() -> None:
     near, far = Rehearsed(Expected(0.2, 0.8, 0.5, 9), 1.6), Rehearsed(Expected(0.2, 0.8, 0.5, 9), 9.0)
-    assert correction_by(near, None) == Correction(pytest.approx(1.1), pytest.approx(1.1))
+    assert correction_by(near, None) == CallCorrection(pytest.approx(1.1), pytest.approx(1.1))
     assert correction_by(near, far) == correction_by(near, None)
     assert correction_by(near, Rehearsed(Expected(0.0, 0.0, 0.5, 0), 9.0)) == correction_by(near, None)
     assert correction_by(far, near) is None
@@ -36,7 +36,9 @@ def test_a_step_beyond_belief_corrects_nothing() -> None:
 def test_what_was_right_stays() -> None:
     line = Affine(0.2, 0.8)
     found = correction_by(*steps_of(line, 0.25, 0.4, 1.0))
-    assert found == Correction(pytest.approx(1.0, abs=1e-3), pytest.approx(1.0, abs=1e-3), pytest.approx(0.0, abs=1e-4))
+    assert found == CallCorrection(
+        pytest.approx(1.0, abs=1e-3), pytest.approx(1.0, abs=1e-3), pytest.approx(0.0, abs=1e-4)
+    )
 
 
 def test_a_host_that_does_not_keep_up_takes_its_time_for_every_call() -> None:

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.devices import Kind, Link
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.graph import Graph
 from lopsided.models import zoo
 from lopsided.ops.derive import derive_rules
 from lopsided.profiling import steps
 from lopsided.profiling.contention import arranged, crowding_of, measure_crowding, shared_chips
-from lopsided.profiling.kinds import Found, Seat, Took, kinds_of, seat_of
-from lopsided.profiling.links import Council
-from lopsided.profiling.op_times import Job, Speeds, choose_jobs
+from lopsided.profiling.kinds import Found, RankHost, Took, kinds_of, seat_of
+from lopsided.profiling.links import ControlGroup
+from lopsided.profiling.op_times import OpJob, Speeds, choose_jobs
 from lopsided.profiling.step_times import Rehearsal, _laid_out
 from lopsided.profiling.topology import council_of
 
@@ -37,12 +37,12 @@ def small_graph() -> Graph:
 
 
 @cache
-def small_jobs() -> tuple[Job, ...]:
+def small_jobs() -> tuple[OpJob, ...]:
     return choose_jobs([small_graph()], [SPEEDS] * 3, 2**30, 10.0)[0]
 
 
-def seat(host: str = "box", *, gpu: str = "") -> Seat:
-    return Seat(host, "1", "some hardware", gpu, 8 * 2**30, SPEEDS)
+def seat(host: str = "box", *, gpu: str = "") -> RankHost:
+    return RankHost(host, "1", "some hardware", gpu, 8 * 2**30, SPEEDS)
 
 
 def table_of(seconds: float) -> Found:
@@ -52,7 +52,7 @@ def table_of(seconds: float) -> Found:
 # Processes
 
 
-def crowding_here(graph: Graph, jobs: tuple[Job, ...], seconds: float, names: tuple[str, ...]) -> tuple[float, ...]:
+def crowding_here(graph: Graph, jobs: tuple[OpJob, ...], seconds: float, names: tuple[str, ...]) -> tuple[float, ...]:
     """In a worker: as if each rank were on the host of that name, and all calls took so long."""
     real = platform.node
     platform.node = lambda: names[dist.get_rank()]
@@ -66,7 +66,7 @@ def crowding_here(graph: Graph, jobs: tuple[Job, ...], seconds: float, names: tu
 
 
 @pytest.mark.parametrize("seconds", [1e-4, 10.0])  # calls that fit into a turn; calls that do not
-def test_every_rank_hears_the_same(crews: Callable[[int], Crew], seconds: float) -> None:
+def test_every_rank_hears_the_same(crews: Callable[[int], WorkerPool], seconds: float) -> None:
     told = crews(3).run(crowding_here, small_graph(), small_jobs(), seconds, ("a", "b", "a"))
     assert told[0] == told[1] == told[2]
     assert len(told[0]) == 3
@@ -78,7 +78,7 @@ def test_who_shares_nothing_is_not_measured() -> None:
     jobs, seats = small_jobs(), [seat("a"), seat("b"), seat("b", gpu="0")]
     found = [table_of(1e-3)] * 3
     # There is nobody to agree with: it would fail if it were tried.
-    assert measure_crowding([small_graph()], CPU, Council(None), seats, found, jobs, 1.0) == (1.0, 1.0, 1.0)
+    assert measure_crowding([small_graph()], CPU, ControlGroup(None), seats, found, jobs, 1.0) == (1.0, 1.0, 1.0)
 
 
 # Whole steps
@@ -104,7 +104,7 @@ def turn_taken(gpus: tuple[str, ...], what: Rehearsal | None) -> tuple[float, fl
         steps.alone_s = real
 
 
-def test_those_of_one_gpu_rehearse_in_turn_and_others_at_the_same_time(crews: Callable[[int], Crew]) -> None:
+def test_those_of_one_gpu_rehearse_in_turn_and_others_at_the_same_time(crews: Callable[[int], WorkerPool]) -> None:
     graph = small_graph()
     kinds = (Kind("k", "box", 1, 2, (("f32", 1e9),), 1e9, 2**33, 0.0),)
     what = _laid_out(derive_rules(graph), Cluster("made up", "", kinds, Link(1e-6, 1e9), Link(1e-6, 1e9)))

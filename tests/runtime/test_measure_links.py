@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from lopsided.cluster.cluster import Cluster
-from lopsided.cluster.collectives import Network, Way
+from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.cluster.devices import Kind, Link
-from lopsided.comm.communicator import Wire
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.communicator import Communicator
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.profiling import pairs as measure_pairs
-from lopsided.profiling.links import Council, Fit, Point, Talkers, fit_ways, fitted, line_through
-from lopsided.profiling.load import Load
+from lopsided.profiling.links import ControlGroup, Fit, LinkSample, Talkers, fit_ways, fitted, line_through
+from lopsided.profiling.load import BackgroundLoad
 from lopsided.profiling.overlap import measure_beside
 
 CPU = torch.device("cpu")
@@ -42,9 +42,9 @@ def test_no_part_of_a_line_is_negative() -> None:
 
 @pytest.mark.parametrize("skew", [0.0, 0.3, 1.0])
 def test_latency_bytes_and_skew_are_found(skew: float) -> None:
-    way = Way("all_gather", "padded", 2e-4, (1 - skew) * 1e-9, skew * 1e-9)
+    way = Algorithm("all_gather", "padded", 2e-4, (1 - skew) * 1e-9, skew * 1e-9)
     points = [
-        Point(size, largest, way.seconds(size, largest))
+        LinkSample(size, largest, way.seconds(size, largest))
         for largest, sizes in ((1.0, (2**12, 2**17, 2**22)), (2.2, (2**20, 2**22)))
         for size in sizes
     ]
@@ -55,14 +55,18 @@ def test_latency_bytes_and_skew_are_found(skew: float) -> None:
     assert way.seconds(2**21, 1.7) == pytest.approx(_way(fit).seconds(2**21, 1.7))
 
 
-def _way(fit: Fit) -> Way:
+def _way(fit: Fit) -> Algorithm:
     kind = Kind("cpu", "box", 1, 4, (("f32", 1e9),), 1e9, 2**30, 1e-6)
     cluster = Cluster("c", "", (kind,), Link(1e-4, 1e9), Link(1e-4, 1e9), ((fit.collective, fit.way, fit.link),))
     return next(way for way in Network(cluster).ways(fit.collective) if way.implementation == fit.way)
 
 
 def test_points_that_shook_count_less() -> None:
-    points = [Point(2**12, 1.0, 1e-3), Point(2**20, 1.0, 1e-3 + 2**20 * 1e-9), Point(2**22, 1.0, 1e-3 + 2**22 * 1e-9)]
+    points = [
+        LinkSample(2**12, 1.0, 1e-3),
+        LinkSample(2**20, 1.0, 1e-3 + 2**20 * 1e-9),
+        LinkSample(2**22, 1.0, 1e-3 + 2**22 * 1e-9),
+    ]
     wrong = replace(points[0], seconds=2e-3)
     believed = fitted("all_reduce", "ring", [wrong, *points[1:]]).link.latency_s
     doubted = fitted("all_reduce", "ring", [replace(wrong, noise=1.0), *points[1:]]).link.latency_s
@@ -78,7 +82,9 @@ def talkers() -> Talkers:
     kind = Kind("cpu", "box", 1, dist.get_world_size(), (("f32", 1e9),), 1e9, 2**30, 1e-6)
     cluster = Cluster("c", "", (kind,), Link(1e-4, 1e9), Link(1e-4, 1e9))
     assert group is not None
-    return Talkers(Wire(group, CPU, Network(cluster)), Council(group), Load(CPU), CPU, torch.float32)
+    return Talkers(
+        Communicator(group, CPU, Network(cluster)), ControlGroup(group), BackgroundLoad(CPU), CPU, torch.float32
+    )
 
 
 def fit_some() -> tuple[tuple[Fit, ...], int]:
@@ -88,7 +94,7 @@ def fit_some() -> tuple[tuple[Fit, ...], int]:
     return fits, len(steps)
 
 
-def test_all_ranks_fit_the_same(crews: Callable[[int], Crew]) -> None:
+def test_all_ranks_fit_the_same(crews: Callable[[int], WorkerPool]) -> None:
     (fits, steps), *others = crews(3).run(fit_some)
     assert all(other == (fits, steps) for other in others)
     assert steps == 6
@@ -104,7 +110,7 @@ def beside() -> tuple[float, float]:
     return found.drag, found.stretch
 
 
-def test_drag_is_a_part_and_stretch_is_agreed_on(crews: Callable[[int], Crew]) -> None:
+def test_drag_is_a_part_and_stretch_is_agreed_on(crews: Callable[[int], WorkerPool]) -> None:
     found = crews(2).run(beside)
     assert all(0 <= drag <= 1 for drag, _ in found)
     assert found[0][1] == found[1][1] > 0
@@ -127,7 +133,7 @@ def pairs(slow: bool) -> tuple[Link, tuple[tuple[str, str, Link], ...]]:
         measure_pairs._between = real
 
 
-def test_slow_pairs_are_told_from_the_others(crews: Callable[[int], Crew]) -> None:
+def test_slow_pairs_are_told_from_the_others(crews: Callable[[int], WorkerPool]) -> None:
     assert crews(3).run(pairs, False)[0] == (Link(5e-4, 5e8), ())
     near, found = crews(3).run(pairs, True)[0]
     assert near == Link(1e-4, 1e9)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lopsided.profiling.noise import ANEW, Calm, noise, notices, typical
+from lopsided.profiling.noise import ANEW, NoiseStats, noise, notices, typical
 
 
 def steady(draw: random.Random) -> list[list[float]]:
@@ -57,10 +57,10 @@ def test_one_bad_moment_is_no_rule() -> None:
 
 
 def told(
-    paces: list[float], calm: list[Calm] | None = None, hardware: list[str] | None = None
+    paces: list[float], calm: list[NoiseStats] | None = None, hardware: list[str] | None = None
 ) -> list[tuple[str, str, str]]:
     names = [f"box/cpu-{k}" for k in range(len(paces))]
-    found = notices(names, hardware or ["cpu"] * len(paces), paces, calm or [Calm()] * len(paces))
+    found = notices(names, hardware or ["cpu"] * len(paces), paces, calm or [NoiseStats()] * len(paces))
     return [(notice.about, notice.device, notice.text) for notice in found]
 
 
@@ -76,20 +76,20 @@ def test_other_hardware_does_not_straggle() -> None:
 
 
 def test_a_quota_is_given_as_the_reason() -> None:
-    ((_, _, text),) = told([1.0, 4.0], [Calm(), Calm(got=0.25, quota=0.25)])
+    ((_, _, text),) = told([1.0, 4.0], [NoiseStats(), NoiseStats(got=0.25, quota=0.25)])
     assert "runs 25% of the time" in text
     assert "may use 25% of a processor" in text
 
 
 def test_a_busy_host_is_told_once() -> None:
-    busy = Calm(others=0.4)
+    busy = NoiseStats(others=0.4)
     found = told([1.0, 1.0], [busy, busy])
     assert [(about, device) for about, device, _ in found] == [("busy", "box/cpu-0")]
     assert "expect 40%" in found[0][2]
 
 
 def test_repeats_that_scatter_and_drift_are_told() -> None:
-    found = told([1.0], [Calm(scatter=0.5, drift=0.2)])
+    found = told([1.0], [NoiseStats(scatter=0.5, drift=0.2)])
     assert [about for about, _, _ in found] == ["busy", "drift"]
     assert "scatter by 50%" in found[0][2]
     assert "20% slower" in found[1][2]

@@ -17,10 +17,10 @@ from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link, Measured
-from lopsided.comm.communicator import Wire
-from lopsided.comm.echo import Echo
-from lopsided.comm.redistribute import Exchange
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.communicator import Communicator
+from lopsided.comm.echo import LoneCommunicator
+from lopsided.comm.redistribute import Redistributor
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import I, P, Placement, S, Shares
 from lopsided.models import zoo
@@ -28,10 +28,10 @@ from lopsided.profiling import dry_run as rehearse
 from lopsided.profiling import op_times as measure_ops
 from lopsided.profiling import step_times as measure_rehearsal
 from lopsided.profiling import steps as room
-from lopsided.profiling.correction import Correction, Rehearsed, corrected, correction_by
+from lopsided.profiling.correction import CallCorrection, Rehearsed, corrected, correction_by
 from lopsided.profiling.dry_run import alone_s
 from lopsided.profiling.kinds import Found, Took
-from lopsided.profiling.links import Council
+from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.measure import take_measurement
 from lopsided.profiling.op_times import Speeds, choose_jobs, distinct_calls, probe_calls
 from lopsided.profiling.step_times import (
@@ -78,7 +78,7 @@ def measured(graph: Graph, *, call_s: float = 1e-3, overhead_s: float = 0.0, mem
 @pytest.mark.parametrize(("source", "to"), [(S(0), I), (P, I), (P, S(0)), (S(0), S(1)), (S(1), S(0)), (P, S(1))])
 def test_an_echo_answers_in_the_shapes_of_a_wire(source: Placement, to: Placement, rank: int) -> None:
     shares, shape = Shares((0.75, 0.25)), (8, 4)
-    exchange = Exchange(cast(Wire, Echo(rank, 2)), shares, Network(measured(graph_of("mlp"))))
+    exchange = Redistributor(cast(Communicator, LoneCommunicator(rank, 2)), shares, Network(measured(graph_of("mlp"))))
 
     def local(placement: Placement) -> tuple[int, ...]:
         pieces = shares.cut(placement.length(shape)) if placement.is_shard else ()
@@ -90,12 +90,12 @@ def test_an_echo_answers_in_the_shapes_of_a_wire(source: Placement, to: Placemen
 
 def test_an_echo_keeps_what_is_its_own() -> None:
     piece = torch.tensor([1.0, 2.0])
-    assert Echo(1, 3).all_gather(piece, (1, 2, 1)).wait().tolist() == [0.0, 1.0, 2.0, 0.0]
+    assert LoneCommunicator(1, 3).all_gather(piece, (1, 2, 1)).wait().tolist() == [0.0, 1.0, 2.0, 0.0]
     into = torch.zeros(4)
-    assert Echo(1, 3).all_gather(piece, (1, 2, 1), out=into).wait() is into
-    assert Echo(2, 3).reduce_scatter(torch.arange(4.0), (1, 2, 1)).wait().tolist() == [3.0]
-    assert Echo(0, 1).all_gather(piece, (2,)).wait() is piece
-    assert Echo(0, 1).reduce_scatter(piece, (2,)).wait() is piece
+    assert LoneCommunicator(1, 3).all_gather(piece, (1, 2, 1), out=into).wait() is into
+    assert LoneCommunicator(2, 3).reduce_scatter(torch.arange(4.0), (1, 2, 1)).wait().tolist() == [3.0]
+    assert LoneCommunicator(0, 1).all_gather(piece, (2,)).wait() is piece
+    assert LoneCommunicator(0, 1).reduce_scatter(piece, (2,)).wait() is piece
 
 
 # What tables say
@@ -139,7 +139,7 @@ def test_a_call_that_talks_has_seconds_of_its_own() -> None:
 
 def test_what_talking_takes_is_added_to_calls_that_talk() -> None:
     found: Found = {(f"op{by}", f): Took(f, 2 * f) for by in ("", " by batch_norm") for f in (0.5, 1.0)}
-    longer = corrected(found, Correction(1.0, 2.0, 0.0, 3.0), frozenset({"op by batch_norm"}))
+    longer = corrected(found, CallCorrection(1.0, 2.0, 0.0, 3.0), frozenset({"op by batch_norm"}))
     assert [(one.forward_s, one.backward_s) for one in longer.values()] == [(1, 2), (2, 4), (4, 5), (5, 7)]
 
 
@@ -169,7 +169,7 @@ def test_estimates_stay() -> None:
     assert expected(fewer, 0).rest_s > expected(every, 0).rest_s
 
 
-def corrected_by(cluster: Cluster, number: int, correction: Correction) -> Cluster:
+def corrected_by(cluster: Cluster, number: int, correction: CallCorrection) -> Cluster:
     """With the calls of a kind corrected."""
     kind = cluster.kinds[number]
     found: Found = {
@@ -344,7 +344,7 @@ def take(graph: Graph, budget_s: float, refusing: int = -1) -> tuple[tuple[float
     return found.rehearsed, found.cluster
 
 
-def test_all_ranks_scale_or_none(crews: Callable[[int], Crew]) -> None:
+def test_all_ranks_scale_or_none(crews: Callable[[int], WorkerPool]) -> None:
     graph = graph_of("mlp")
     told = crews(2).run(take, graph, 3.0)
     assert [ratios for ratios, _ in told] == [told[0][0]] * 2
@@ -359,7 +359,7 @@ def test_a_busy_moment_does_not_make_all_calls_slower(monkeypatch: pytest.Monkey
     step_s = 2 * expected(rehearsal, 0).all_s
     now = {"slower": 1.15}
     monkeypatch.setattr(room, "alone_s", lambda *_: now["slower"] * step_s)
-    looks = room.Looks(rehearsal, CPU, Council(None), 1.0, 1e6)
+    looks = room.StepTimings(rehearsal, CPU, ControlGroup(None), 1.0, 1e6)
     looks.take(room.LOOKS_BEFORE)
     now["slower"] = 1.0
     looks.take(room.LOOKS_AFTER)
@@ -403,7 +403,7 @@ def together(graph: Graph) -> tuple[float, float]:
     return found.cluster.packing, float(torch.rand(()))
 
 
-def test_all_ranks_know_the_same_packing(crews: Callable[[int], Crew]) -> None:
+def test_all_ranks_know_the_same_packing(crews: Callable[[int], WorkerPool]) -> None:
     told = crews(2).run(together, graph_of("mlp"))
     assert told[0] == told[1]
     assert 1 <= told[0][0] <= 1e6

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError, TrainingError
 from lopsided.ir.placement import I, Placement, S
 from lopsided.runtime.norms import clip_grad_norm_, grad_norm
@@ -105,7 +105,9 @@ def _clipped(dtype: torch.dtype, change: str, order: float, max_norm: float) -> 
 
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.5, math.inf, -math.inf, -1.0])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_clipping_in_processes_equals_one_device(crews: Callable[[int], Crew], order: float, max_norm: float) -> None:
+def test_clipping_in_processes_equals_one_device(
+    crews: Callable[[int], WorkerPool], order: float, max_norm: float
+) -> None:
     one = Model(None, torch.float64, plain)
     expected = nn.utils.clip_grad_norm_(one.parameters(), max_norm, order)
     answers = crews(4).run(_clipped, torch.float64, "plain", order, max_norm)
@@ -123,7 +125,9 @@ def test_clipping_in_processes_equals_one_device(crews: Callable[[int], Crew], o
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("change", ["nan", "inf"])
-def test_what_is_not_finite_reaches_every_process(crews: Callable[[int], Crew], change: str, order: float) -> None:
+def test_what_is_not_finite_reaches_every_process(
+    crews: Callable[[int], WorkerPool], change: str, order: float
+) -> None:
     for norm, _, _ in crews(4).run(_clipped, torch.float32, change, order, 1.0):
         assert norm.isnan() if change == "nan" else norm.isinf()
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lopsided
 from lopsided.capturing.capture_graph import capture
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, meet
 from lopsided.ir.placement import I, Shares
 from lopsided.ir.program import Program, Step
@@ -137,7 +137,7 @@ def train(kind: str, shares: Shares) -> list[float]:
 
 @pytest.mark.parametrize("shares", [THREE, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loop_as_people_write_it(crews: Callable[[int], Crew], kind: str, shares: Shares) -> None:
+def test_a_loop_as_people_write_it(crews: Callable[[int], WorkerPool], kind: str, shares: Shares) -> None:
     for gaps in crews(3).run(train, kind, shares):
         assert max(gaps) < 1e-9
 
@@ -159,7 +159,7 @@ def accumulate(kind: str) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_accumulate(crews: Callable[[int], Crew], kind: str) -> None:
+def test_gradients_accumulate(crews: Callable[[int], WorkerPool], kind: str) -> None:
     for error, counted in crews(3).run(accumulate, kind):
         assert error < 1e-12
         assert counted
@@ -177,7 +177,7 @@ def forget_to_sync() -> str:
     return ""
 
 
-def test_a_step_on_gradients_that_were_not_synchronised(crews: Callable[[int], Crew]) -> None:
+def test_a_step_on_gradients_that_were_not_synchronised(crews: Callable[[int], WorkerPool]) -> None:
     for told in crews(3).run(forget_to_sync):
         assert "no_sync" in told
 
@@ -194,7 +194,7 @@ def autocast(kind: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast(crews: Callable[[int], Crew], kind: str) -> None:
+def test_autocast(crews: Callable[[int], WorkerPool], kind: str) -> None:
     for loss, gradients, plain in crews(3).run(autocast, kind):
         assert loss < 2e-2
         assert gradients < 2e-2
@@ -217,7 +217,7 @@ def evaluate(shares: Shares) -> tuple[float, float, bool]:
 
 
 @pytest.mark.parametrize("shares", [THREE, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
-def test_evaluation(crews: Callable[[int], Crew], shares: Shares) -> None:
+def test_evaluation(crews: Callable[[int], WorkerPool], shares: Shares) -> None:
     for off, gradients, kept in crews(3).run(evaluate, shares):
         assert off < 1e-12
         assert gradients < 1e-12
@@ -234,7 +234,7 @@ def recomputed(kind: str, shares: Shares) -> tuple[float, float]:
 
 @pytest.mark.parametrize("shares", [THREE, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_activation_checkpointing(crews: Callable[[int], Crew], kind: str, shares: Shares) -> None:
+def test_activation_checkpointing(crews: Callable[[int], WorkerPool], kind: str, shares: Shares) -> None:
     for loss, gradients in crews(3).run(recomputed, kind, shares):
         assert loss < 1e-12
         assert gradients < 1e-12
@@ -290,7 +290,7 @@ def odd(kind: str, shares: Shares) -> float:
 
 @pytest.mark.parametrize("shares", [THREE, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_easy_to_get_wrong(crews: Callable[[int], Crew], kind: str, shares: Shares) -> None:
+def test_what_is_easy_to_get_wrong(crews: Callable[[int], WorkerPool], kind: str, shares: Shares) -> None:
     assert max(crews(3).run(odd, kind, shares)) < 1e-12
 
 
@@ -307,7 +307,7 @@ def zeroed_in_between(kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_no_sync_kept_goes_with_zero_grad(crews: Callable[[int], Crew], kind: str) -> None:
+def test_what_no_sync_kept_goes_with_zero_grad(crews: Callable[[int], WorkerPool], kind: str) -> None:
     assert max(crews(3).run(zeroed_in_between, kind)) < 1e-12
 
 
@@ -343,7 +343,7 @@ def by_factors() -> tuple[float, int]:
     return gap(pm, alone), sum(step.rule.how == "sfb" for step in program.steps)
 
 
-def test_factor_broadcasting_under_autocast(crews: Callable[[int], Crew]) -> None:
+def test_factor_broadcasting_under_autocast(crews: Callable[[int], WorkerPool]) -> None:
     for error, used in crews(3).run(by_factors):
         assert used == 2
         assert error < 5e-2
@@ -363,7 +363,7 @@ def named(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     return {"tokens": torch.stack(tokens), "target": torch.stack(target)}
 
 
-def test_one_rank_may_have_the_whole_batch(crews: Callable[[int], Crew]) -> None:
+def test_one_rank_may_have_the_whole_batch(crews: Callable[[int], WorkerPool]) -> None:
     assert max(crews(3).run(all_on_one)) < 1e-12
 
 
@@ -376,7 +376,7 @@ def compiled() -> tuple[float, float]:
     return abs(loss.item() - expected.item()), gap(pm, alone)
 
 
-def test_compile(crews: Callable[[int], Crew]) -> None:
+def test_compile(crews: Callable[[int], WorkerPool]) -> None:
     for loss, gradients in crews(3).run(compiled):
         assert loss < 1e-12
         assert gradients < 1e-12
@@ -391,7 +391,7 @@ def dropped() -> tuple[list[float], list[float]]:
     return first, [pm(**batch_of()).item() for _ in range(3)]
 
 
-def test_dropout_draws_anew_and_can_be_repeated(crews: Callable[[int], Crew]) -> None:
+def test_dropout_draws_anew_and_can_be_repeated(crews: Callable[[int], WorkerPool]) -> None:
     found = crews(3).run(dropped)
     assert all(first == second for first, second in found)
     assert len({tuple(first) for first, _ in found}) == 1  # the loss is the global one on every rank
@@ -405,7 +405,7 @@ def names() -> tuple[list[str], list[str], list[str], list[str]]:
     return list(alone.state_dict()), list(pm.state_dict()), list(full), [n for n, _ in pm.named_parameters()]
 
 
-def test_names_are_the_models(crews: Callable[[int], Crew]) -> None:
+def test_names_are_the_models(crews: Callable[[int], WorkerPool]) -> None:
     for expected, local, full, parameters in crews(3).run(names):
         assert local == expected == full
         assert parameters == [name for name, _ in net().named_parameters()]
@@ -428,7 +428,7 @@ def in_another_order(order: tuple[int, ...]) -> tuple[float, float]:
     return abs(loss.item() - expected.item()), gap(pm, alone)
 
 
-def test_ranks_in_another_order(crews: Callable[[int], Crew]) -> None:
+def test_ranks_in_another_order(crews: Callable[[int], WorkerPool]) -> None:
     for loss, gradients in crews(3).run(in_another_order, (2, 0, 1)):
         assert loss < 1e-12
         assert gradients < 1e-12
@@ -479,7 +479,7 @@ def with_a_bystander() -> tuple[float, float, float, int]:
     return abs(loss.item() - expected.item()), abs(norm.item() - whole.item()), away, pm.world.place
 
 
-def test_a_bystander_follows(crews: Callable[[int], Crew]) -> None:
+def test_a_bystander_follows(crews: Callable[[int], WorkerPool]) -> None:
     found = crews(3).run(with_a_bystander)
     assert [place for *_, place in found] == [0, 1, -1]
     assert max(max(errors) for *errors, _ in found) < 1e-9
@@ -494,7 +494,7 @@ def alone_in_the_world() -> tuple[float, float]:
     return abs(loss.item() - expected.item()), gap(pm, alone)
 
 
-def test_a_world_of_one(crews: Callable[[int], Crew]) -> None:
+def test_a_world_of_one(crews: Callable[[int], WorkerPool]) -> None:
     loss, gradients = crews(1).run(alone_in_the_world)[0]
     assert loss == 0
     assert gradients < 1e-12
@@ -519,7 +519,7 @@ def other_batches() -> float:
     return max(abs(loss.item() - expected.item()), gap(pm, alone))
 
 
-def test_tuples_and_a_loss_of_ones_own(crews: Callable[[int], Crew]) -> None:
+def test_tuples_and_a_loss_of_ones_own(crews: Callable[[int], WorkerPool]) -> None:
     assert max(crews(3).run(other_batches)) < 1e-6
 
 
@@ -534,7 +534,7 @@ def measured_first() -> tuple[float, tuple[str, ...]]:
     return abs(loss.item() - expected.item()), pm.plan.cluster.device_names
 
 
-def test_without_a_plan_the_devices_are_measured(crews: Callable[[int], Crew]) -> None:
+def test_without_a_plan_the_devices_are_measured(crews: Callable[[int], WorkerPool]) -> None:
     crews(2).run(measured_first)
     found = crews(2).run(measured_first)  # as often as one likes
     assert max(error for error, _ in found) < 1e-9
@@ -557,7 +557,7 @@ def on_meta(kind: str) -> tuple[dict[str, float], int, int]:
     )
 
 
-def test_a_model_on_meta_is_initialised_alike_whatever_the_plan(crews: Callable[[int], Crew]) -> None:
+def test_a_model_on_meta_is_initialised_alike_whatever_the_plan(crews: Callable[[int], WorkerPool]) -> None:
     whole, cut = crews(3).run(on_meta, "dp"), crews(3).run(on_meta, "zero")
     assert all(sums == whole[0][0] for sums, *_ in (*whole, *cut))
     elements = sum(parameter.numel() for parameter in net().parameters())
@@ -623,7 +623,7 @@ def refused(what: str) -> str:
         ("world", ("WorldError", "3 processes")),
     ],
 )
-def test_what_is_refused(crews: Callable[[int], Crew], what: str, told: tuple[str, ...]) -> None:
+def test_what_is_refused(crews: Callable[[int], WorkerPool], what: str, told: tuple[str, ...]) -> None:
     for rank, text in enumerate(crews(3).run(refused, what)):
         assert all(part in text for part in told), f"rank {rank}: {text}"
         assert "\n  do      " in text
@@ -641,7 +641,7 @@ def different_batches() -> str:
     return ""
 
 
-def test_ranks_with_different_batches_are_told(crews: Callable[[int], Crew]) -> None:
+def test_ranks_with_different_batches_are_told(crews: Callable[[int], WorkerPool]) -> None:
     for text in crews(3).run(different_batches):
         assert "ranks do not do the same" in text
         assert "holding" in text
@@ -659,7 +659,7 @@ def skips_a_batch() -> str:
     return ""
 
 
-def test_a_rank_that_skips_a_batch_is_named(crews: Callable[[int], Crew]) -> None:
+def test_a_rank_that_skips_a_batch_is_named(crews: Callable[[int], WorkerPool]) -> None:
     for text in crews(3).run(skips_a_batch):
         assert "batch 3 of epoch 0 on rank 1" in text
         assert "batch 2 of epoch 0 on ranks 0, 2" in text
@@ -678,7 +678,7 @@ def drifted() -> tuple[list[str], bool]:
     return [str(w.message) for w in heard], torch.equal(pm.get_parameter("up.weight"), net().up.weight)
 
 
-def test_drift_is_told_and_repaired(crews: Callable[[int], Crew]) -> None:
+def test_drift_is_told_and_repaired(crews: Callable[[int], WorkerPool]) -> None:
     found = crews(3).run(drifted)
     assert "up.weight" in "".join(found[0][0])
     assert all(repaired for _, repaired in found)

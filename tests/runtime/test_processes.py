@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import RankError
 
 
@@ -29,17 +29,17 @@ def leave(rank: int) -> None:
         os._exit(3)
 
 
-def test_every_worker_returns(crews: Callable[[int], Crew]) -> None:
+def test_every_worker_returns(crews: Callable[[int], WorkerPool]) -> None:
     assert crews(3).run(sum_of_ranks, 10) == [33.0] * 3
     assert crews(3).run(sum_of_ranks, 0) == [3.0] * 3
 
 
 def test_a_failure_is_told() -> None:
-    with Crew(2) as crew, pytest.raises(RankError, match="worker 1 failed") as told:
+    with WorkerPool(2) as crew, pytest.raises(RankError, match="worker 1 failed") as told:
         crew.run(fail_on, 1)
     assert "ValueError: nonsense" in str(told.value)
 
 
 def test_a_worker_that_leaves_is_told() -> None:
-    with Crew(2) as crew, pytest.raises(RankError, match="exit code 3"):
+    with WorkerPool(2) as crew, pytest.raises(RankError, match="exit code 3"):
         crew.run(leave, 0)

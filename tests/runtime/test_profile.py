@@ -16,8 +16,8 @@ from lopsided.cli.app import app
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.cluster.devices import Link
 from lopsided.errors import InputError
-from lopsided.profiling.links import Fit, Point
-from lopsided.profiling.measure import Line, Measurement
+from lopsided.profiling.links import Fit, LinkSample
+from lopsided.profiling.measure import Measurement, ProfileLine
 from lopsided.profiling.noise import Notice
 from lopsided.profiling.profile import STANDARD, in_percent, standard
 from lopsided.report.profile_text import WIDTH, measurement_lines
@@ -123,9 +123,11 @@ def made_up() -> Measurement:
     cluster = replace(cluster, kinds=kinds, packing=3.21)
     call = "aten.linear.default(f32[512, 128, 4096], f32[16384, 4096], f32[16384])" * 2
     lines = tuple(
-        Line(kind, call, 12, 0.0123 * (kind + 1), 0.17, 0.03) for kind in range(len(cluster.kinds)) for _ in range(12)
+        ProfileLine(kind, call, 12, 0.0123 * (kind + 1), 0.17, 0.03)
+        for kind in range(len(cluster.kinds))
+        for _ in range(12)
     )
-    fit = Fit("reduce_scatter", "all_to_all", Link(1.2e-3, 1.3e9, 0.4), 0.1, 0.2, (Point(4096, 1.0, 1e-3),))
+    fit = Fit("reduce_scatter", "all_to_all", Link(1.2e-3, 1.3e9, 0.4), 0.1, 0.2, (LinkSample(4096, 1.0, 1e-3),))
     text = "takes 2.0 times as long as another one with a very long name, the same hardware: it runs 50% of the time"
     notice = Notice("straggler", cluster.device_names[0], text)
     drag = tuple(0.1 * k for k in range(cluster.devices))

@@ -15,7 +15,7 @@ from runs import classic, cluster_of, parsed
 from lopsided.calibration.comparison import confront
 from lopsided.calibration.run_record import COMPUTE, NETWORK, OPTIMIZER, Run, load_run, parse_run, run_text
 from lopsided.comm.recorder import Recorder
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import meet
 from lopsided.errors import InputError
 from lopsided.ir.placement import Shares
@@ -61,7 +61,7 @@ def recorded(program: Program, order: tuple[int, ...], path: str) -> tuple[list[
 
 @pytest.mark.parametrize("name", ["dp", "zero", "zero-again"])
 def test_everything_that_a_step_does_is_noted(crews: object, name: str, tmp_path: Path) -> None:
-    crew: Crew = crews(3)  # type: ignore[operator]
+    crew: WorkerPool = crews(3)  # type: ignore[operator]
     program = classic(SPEC, name, SHARES)
     told = crew.run(recorded, program, (0,), str(tmp_path / "run.json"))
     assert [bool(text) for _, text in told] == [True, False, False]
@@ -87,7 +87,7 @@ def test_everything_that_a_step_does_is_noted(crews: object, name: str, tmp_path
 
 
 def test_recording_does_not_change_what_is_computed(crews: object) -> None:
-    crew: Crew = crews(3)  # type: ignore[operator]
+    crew: WorkerPool = crews(3)  # type: ignore[operator]
     program = classic(SPEC, "zero", SHARES)
     plain, noted = (crew.run(recorded, program, order, "")[0][0] for order in ((), (0,)))
     assert plain == noted

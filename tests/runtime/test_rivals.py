@@ -14,14 +14,14 @@ from lopsided.calibration.rebalance import computing_s
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.devices import Kind, Link
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError, PlanError
 from lopsided.ir.graph import Graph
 from lopsided.models import zoo
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.planner import plan_graph, plan_rivals
 from lopsided.runtime import autotune as room
-from lopsided.runtime.autotune import Trial, chosen_by, quickest
+from lopsided.runtime.autotune import TriedPlan, chosen_by, quickest
 from lopsided.runtime.parallel import parallelize
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_one_is_the_plan_alone() -> None:
 )
 def test_the_first_is_taken_unless_another_is_clearly_quicker(seconds: tuple[float, float], taken: int) -> None:
     plans = plans_of()[:2]
-    trials = [Trial(plan, each) for plan, each in zip(plans, seconds, strict=True)]
+    trials = [TriedPlan(plan, each) for plan, each in zip(plans, seconds, strict=True)]
     assert chosen_by(trials) is plans[taken]
 
 
@@ -111,7 +111,7 @@ def tried(graph: Graph, plans: tuple[Plan, ...], broken: int = -1) -> tuple[int,
     return which, [math.isfinite(one.seconds) for one in trials], float(torch.rand(()))
 
 
-def test_all_ranks_take_the_same_and_random_numbers_stay(crews: Callable[[int], Crew]) -> None:
+def test_all_ranks_take_the_same_and_random_numbers_stay(crews: Callable[[int], WorkerPool]) -> None:
     plans = plans_of()
     told = crews(2).run(tried, graph_of(), plans)
     assert told[0] == told[1]
@@ -120,7 +120,7 @@ def test_all_ranks_take_the_same_and_random_numbers_stay(crews: Callable[[int], 
     assert told[0][2] == float(torch.rand(()))
 
 
-def test_a_plan_that_leaves_a_rank_out_is_tried_as_well(crews: Callable[[int], Crew]) -> None:
+def test_a_plan_that_leaves_a_rank_out_is_tried_as_well(crews: Callable[[int], WorkerPool]) -> None:
     slow = plan_graph(graph_of(), cluster_of(link=Link(1.0, 1e3)))
     assert slow.on.devices == 1
     alone = replace(slow, cluster=cluster_of(), on=cluster_of().only([0]))
@@ -129,7 +129,7 @@ def test_a_plan_that_leaves_a_rank_out_is_tried_as_well(crews: Callable[[int], C
     assert told[0][1] == [True, True]
 
 
-def test_where_one_rank_cannot_nobody_waits_for_it(crews: Callable[[int], Crew]) -> None:
+def test_where_one_rank_cannot_nobody_waits_for_it(crews: Callable[[int], WorkerPool]) -> None:
     told = crews(2).run(tried, graph_of(), plans_of()[:2], 1)
     assert [which for which, _, _ in told] == [0, 0]
     assert [ran for _, ran, _ in told] == [[False, False]] * 2
@@ -152,7 +152,7 @@ def slow_second(plans: tuple[Plan, ...]) -> tuple[list[float], list[float], tupl
     return list(last.shares.work), list(chosen.shares.work), chosen.notes, all(one.seconds > 0 for one in trials)
 
 
-def test_a_plan_is_balanced_by_what_its_devices_take(crews: Callable[[int], Crew]) -> None:
+def test_a_plan_is_balanced_by_what_its_devices_take(crews: Callable[[int], WorkerPool]) -> None:
     plan = next(one for one in plans_of() if one.on.devices == 2)
     told = crews(2).run(slow_second, (plan,))
     assert told[0] == told[1]
@@ -166,7 +166,7 @@ def test_a_plan_is_balanced_by_what_its_devices_take(crews: Callable[[int], Crew
 def by_script(plans: tuple[Plan, ...], balanced: Plan | None, times: list[list[float]]) -> tuple[int, list[float]]:
     """In a worker: which is taken, and seconds of each, if every time that some are tried they take what is told."""
     real, script = (room._Stage.tried, room._Stage.balanced), iter(times)
-    room._Stage.tried = lambda _, tried: [Trial(*one) for one in zip(tried, next(script), strict=True)]  # type: ignore[method-assign,assignment]
+    room._Stage.tried = lambda _, tried: [TriedPlan(*one) for one in zip(tried, next(script), strict=True)]  # type: ignore[method-assign,assignment]
     room._Stage.balanced = lambda _, plan: balanced  # type: ignore[method-assign]
     try:
         chosen, trials = quickest(plans, CPU)
@@ -188,7 +188,7 @@ def by_script(plans: tuple[Plan, ...], balanced: Plan | None, times: list[list[f
     ],
 )
 def test_who_came_close_runs_again_beside_the_balanced_one(
-    crews: Callable[[int], Crew], times: list[list[float]], taken: int, told: list[float]
+    crews: Callable[[int], WorkerPool], times: list[list[float]], taken: int, told: list[float]
 ) -> None:
     plans = plans_of()[:3]
     assert len(plans) == 3
@@ -206,7 +206,7 @@ def train(tries: int) -> tuple[str, tuple[str, ...], float]:
     return str(pm.plan.program), pm.plan.notes, float(loss.detach())
 
 
-def test_parallelize_tries_and_trains_the_same(crews: Callable[[int], Crew]) -> None:
+def test_parallelize_tries_and_trains_the_same(crews: Callable[[int], WorkerPool]) -> None:
     once, several = crews(2).run(train, 1), crews(2).run(train, 3)
     assert several[0] == several[1]
     assert "tried for some steps" in several[0][1][-1]
@@ -222,6 +222,6 @@ def refused(plan: Plan) -> str:
     return str(error.value)
 
 
-def test_a_plan_is_not_tried_against_others(crews: Callable[[int], Crew]) -> None:
+def test_a_plan_is_not_tried_against_others(crews: Callable[[int], WorkerPool]) -> None:
     (told,) = crews(1).run(refused, plans_of()[0])
     assert "a plan is given, and 3 are to be tried" in told

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from runs import Run, at_random, classic, step, training
 
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.placement import Shares
 from lopsided.models.zoo import SMALL
 
@@ -19,7 +19,7 @@ SHARES = {
 }
 
 
-def assert_same(crew: Crew, runs: list[Run]) -> None:
+def assert_same(crew: WorkerPool, runs: list[Run]) -> None:
     for rank, found in enumerate(crew.run(step, runs)):
         for run, (error, where) in zip(runs, found, strict=True):
             assert error < 1e-9, f"rank {rank}: {where} is {error:g} off\n{run.program}"
@@ -27,7 +27,7 @@ def assert_same(crew: Crew, runs: list[Run]) -> None:
 
 @pytest.mark.parametrize("size", SHARES)
 @pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
-def test_a_step_is_that_of_one_device(crews: Callable[[int], Crew], spec: str, size: int) -> None:
+def test_a_step_is_that_of_one_device(crews: Callable[[int], WorkerPool], spec: str, size: int) -> None:
     runs = [classic(spec, name, SHARES[size]) for name in ("dp", "zero", "zero-again", "planned")]
     assert_same(crews(size), [*runs, *(at_random(spec, SHARES[size], seed) for seed in range(3))])
 
@@ -37,7 +37,7 @@ TRAININGS = ["dp", "planned", *(pytest.param(name, marks=pytest.mark.slow) for n
 
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
-def test_a_training_is_that_of_one_device(crews: Callable[[int], Crew], spec: str, name: str) -> None:
+def test_a_training_is_that_of_one_device(crews: Callable[[int], WorkerPool], spec: str, name: str) -> None:
     run = at_random(spec, SHARES[3], 5) if name == "random" else classic(spec, name, SHARES[3])
     found = crews(3).run(training, run, 20, 1.0 if name == "dp" else math.inf)
     assert len(found[0].expected) == 20

@@ -13,12 +13,12 @@ from held_by_hand import FOUR, THREE, TWO, ByHand, whole_model
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import CheckpointError
 from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
 from lopsided.runtime.checkpoint.tensor_file import TensorFile
 
-Crews = Callable[[int], Crew]
+Crews = Callable[[int], WorkerPool]
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:

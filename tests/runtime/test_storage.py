@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import CheckpointError
 from lopsided.runtime.checkpoint.contents import Held, LoadPlanner, SavePlanner
 from lopsided.runtime.checkpoint.storage import SafeReader, SafeWriter, check_files, read_table
-from lopsided.runtime.checkpoint.tensor_file import NAMES, Entry, TensorFile, write_tensors
+from lopsided.runtime.checkpoint.tensor_file import NAMES, TensorEntry, TensorFile, write_tensors
 from lopsided.runtime.pieces import Chunk
 
-Crews = Callable[[int], Crew]
+Crews = Callable[[int], WorkerPool]
 ROWS = torch.arange(24.0).reshape(6, 4)
 
 
@@ -72,9 +72,11 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     whole = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype)
     values = {"odd": torch.zeros(3, dtype=torch.bool), "x": whole, "0-dim": whole[1, 1], "none": whole[:0]}
     path = tmp_path / "x.safetensors"
-    write_tensors(path, [Entry(k, v.dtype, tuple(v.shape)) for k, v in values.items()], values.__getitem__, {"a": "b"})
+    write_tensors(
+        path, [TensorEntry(k, v.dtype, tuple(v.shape)) for k, v in values.items()], values.__getitem__, {"a": "b"}
+    )
     with TensorFile(path) as file:
-        assert file.entry("x") == Entry("x", dtype, (2, 3))
+        assert file.entry("x") == TensorEntry("x", dtype, (2, 3))
         assert torch.equal(bits(file.read("x", (1, 0), (1, 2))), bits(whole[1:, :2]))
         for key, value in values.items():
             assert torch.equal(bits(file.whole(key)), bits(value))
@@ -84,7 +86,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_a_dtype_that_the_format_lacks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="complex128"):
-        write_tensors(tmp_path / "x", [Entry("w", torch.complex128, (1,))], lambda _: torch.zeros(1))
+        write_tensors(tmp_path / "x", [TensorEntry("w", torch.complex128, (1,))], lambda _: torch.zeros(1))
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", struct.pack("<Q", 2**60) + b"{}", b"PK\x03\x04" * 9])
@@ -104,7 +106,7 @@ def folder(tmp_path: Path) -> Path:
     inner.mkdir()
     write_tensors(
         inner / "rank-00000.safetensors",
-        [Entry("top", torch.float32, (4, 4)), Entry("end", torch.float32, (2, 4))],
+        [TensorEntry("top", torch.float32, (4, 4)), TensorEntry("end", torch.float32, (2, 4))],
         {"top": ROWS[:4], "end": ROWS[4:]}.__getitem__,
     )
     file = "rank-00000.safetensors"

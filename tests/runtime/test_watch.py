@@ -17,18 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.comm.watchdog import Position, Watch, blame, reason_of
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.watchdog import Position, Watchdog, blame, reason_of
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, default_store, side_group
 from lopsided.errors import LopsidedError, WorldError
 
 HERE = Position(5, 100.0, 12, "all_reduce of %w", 70.0)
 
 
-def a_watch(timeout_s: float = 60.0, every_s: float = 0.3) -> Watch:
+def a_watch(timeout_s: float = 60.0, every_s: float = 0.3) -> Watchdog:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank, size, tuple(range(size)), tuple(range(size)), torch.device("cpu"))
-    return Watch(world, default_store(), timeout_s, side=side_group(world, timeout_s), every_s=every_s)
+    return Watchdog(world, default_store(), timeout_s, side=side_group(world, timeout_s), every_s=every_s)
 
 
 # Who is to blame
@@ -84,7 +84,7 @@ def beat() -> tuple[int, str]:
     return there.beat, f"{there} / {ended.ended}"
 
 
-def test_heartbeats(crews: Callable[[int], Crew]) -> None:
+def test_heartbeats(crews: Callable[[int], WorkerPool]) -> None:
     for beats, told in crews(2).run(beat):
         assert beats > 3
         assert told == "step 3: waiting for all_gather of %x / stopped"
@@ -109,7 +109,7 @@ def go_astray() -> str:
 
 
 def test_a_rank_in_another_collective_is_named() -> None:
-    with Crew(3) as crew:
+    with WorkerPool(3) as crew:
         told = crew.run(go_astray)
     for said in (told[0], told[2]):
         assert "ranks do not run the same steps: rank 1 is at step 7: waiting for all_reduce of norms" in said
@@ -133,7 +133,7 @@ def die(victim: int) -> str:
 
 
 def test_a_rank_that_is_killed_is_named() -> None:
-    with Crew(3) as crew:
+    with WorkerPool(3) as crew:
         first, second, third = crew.outcomes(die, 1)
     assert second[1] == "the process ended with exit code -9"
     for fine, told in (first, third):
@@ -144,7 +144,7 @@ def test_a_rank_that_is_killed_is_named() -> None:
 
 
 def test_where_rank_0_held_the_store() -> None:
-    with Crew(2) as crew:
+    with WorkerPool(2) as crew:
         outcomes = crew.outcomes(die, 0)
     assert outcomes[1][0], outcomes[1][1]
     assert "rank 0 is gone, and with it the store" in outcomes[1][1]
@@ -177,7 +177,7 @@ def disagree(facts: dict[str, dict[int, object]]) -> str:
     return ""
 
 
-def test_ranks_that_do_the_same_shake_hands(crews: Callable[[int], Crew]) -> None:
+def test_ranks_that_do_the_same_shake_hands(crews: Callable[[int], WorkerPool]) -> None:
     assert crews(3).run(shake, 20) == [19, 19, 19]
 
 
@@ -194,7 +194,7 @@ def test_ranks_that_do_the_same_shake_hands(crews: Callable[[int], Crew]) -> Non
     ],
 )
 def test_ranks_that_do_not_are_named(
-    crews: Callable[[int], Crew], facts: dict[str, dict[int, object]], said: str
+    crews: Callable[[int], WorkerPool], facts: dict[str, dict[int, object]], said: str
 ) -> None:
     for told in crews(3).run(disagree, facts):
         assert told.startswith(f"ranks do not do the same: {said}")
@@ -222,7 +222,7 @@ rank, size = dist.get_rank(), dist.get_world_size()
 world = World(rank, size, tuple(range(size)), tuple(range(size)), torch.device("cpu"))
 side = side_group(world, 40)
 module._GRACE_S = 1.0
-watch = module.Watch(world, default_store(), 40, side=side, every_s=0.3)
+watch = module.Watchdog(world, default_store(), 40, side=side, every_s=0.3)
 step(watch, side, 1)
 """
 

@@ -1,7 +1,7 @@
 """Every collective, every way, every dtype, pieces of every size: what one process would compute from all of them.
 
-The checks take a `Wire` and run in every process of a crew, on gloo. What is done differently on NCCL runs on threads
-that swap tensors as NCCL would (`Stage`), and for real where there are GPUs.
+The checks take a `Communicator` and run in every process of a crew, on gloo. What is done differently on NCCL runs on
+threads that swap tensors as NCCL would (`Stage`), and for real where there are GPUs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.cluster.collectives import Network
-from lopsided.comm.backends import Flight, NcclLane
-from lopsided.comm.communicator import Handle, Wire
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.backends import Flight, NcclBackend
+from lopsided.comm.communicator import Communicator, Handle
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import ClusterError, RankError, WorldError
 
 WAYS = ("padded", "grouped", "all_to_all", "")
@@ -44,18 +44,18 @@ def network() -> Network:
     return Network(load_cluster("hap-4"))
 
 
-def wired(device: str = "cpu", **options: Any) -> Wire:
+def wired(device: str = "cpu", **options: Any) -> Communicator:
     group = dist.group.WORLD
     assert group is not None
-    return Wire(group, torch.device(device), network(), **options)
+    return Communicator(group, torch.device(device), network(), **options)
 
 
-def holds(wire: Wire, rank: int, count: int, dtype: torch.dtype) -> Tensor:
+def holds(wire: Communicator, rank: int, count: int, dtype: torch.dtype) -> Tensor:
     """What a rank has: small whole numbers, whose sums all these dtypes hold exactly."""
     return ((torch.arange(count) * 3 + rank) % 4).to(dtype).to(wire.device)
 
 
-def total(wire: Wire, count: int, dtype: torch.dtype) -> Tensor:
+def total(wire: Communicator, count: int, dtype: torch.dtype) -> Tensor:
     every = [holds(wire, rank, count, dtype).double() for rank in range(wire.size)]
     return torch.stack(every).sum(0).to(dtype)
 
@@ -68,7 +68,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 # Checks, run by every process at once. Each returns how many it made.
 
 
-def gathers(wire: Wire) -> int:
+def gathers(wire: Communicator) -> int:
     cases = list(itertools.product(COUNTS[wire.size], WAYS, MOVED))
     for counts, way, dtype in cases:
         pieces = [holds(wire, rank, count, dtype) for rank, count in enumerate(counts)]
@@ -86,7 +86,7 @@ def gathers(wire: Wire) -> int:
     return len(cases)
 
 
-def scatters(wire: Wire) -> int:
+def scatters(wire: Communicator) -> int:
     cases = list(itertools.product(COUNTS[wire.size], WAYS, ADDED))
     for counts, way, dtype in cases:
         whole = holds(wire, wire.rank, sum(counts), dtype)
@@ -97,7 +97,7 @@ def scatters(wire: Wire) -> int:
     return len(cases)
 
 
-def reduces(wire: Wire) -> int:
+def reduces(wire: Communicator) -> int:
     cases = list(itertools.product((0, 1, 4, 7, 24), ("ring", "tree", "scatter+gather", ""), ADDED))
     for count, way, dtype in cases:
         flat = holds(wire, wire.rank, count, dtype)
@@ -114,7 +114,7 @@ def reduces(wire: Wire) -> int:
     return len(cases)
 
 
-def moves(wire: Wire) -> int:
+def moves(wire: Communicator) -> int:
     size, checked = wire.size, 0
     for dtype in MOVED:
         for source in range(size):
@@ -135,7 +135,7 @@ def moves(wire: Wire) -> int:
     return checked
 
 
-def all_in_flight(wire: Wire) -> int:
+def all_in_flight(wire: Communicator) -> int:
     """Started one after the other, waited for in another order."""
     counts = COUNTS[wire.size][0]
     length = sum(counts)
@@ -155,7 +155,7 @@ def all_in_flight(wire: Wire) -> int:
     return len(under_way)
 
 
-def parameters(wire: Wire) -> None:
+def parameters(wire: Communicator) -> None:
     """What trains is sent as it is, and nothing of it is recorded."""
     counts = COUNTS[wire.size][0]
     for way in WAYS:
@@ -167,7 +167,7 @@ def parameters(wire: Wire) -> None:
         assert wire.all_reduce(torch.ones(3, device=wire.device)).wait().tolist() == [wire.size] * 3
 
 
-def half_precision(wire: Wire) -> None:
+def half_precision(wire: Communicator) -> None:
     count, spread = 512, wire.size + 1
     for dtype, way in itertools.product(HALF, WAYS[:3]):
         draws = [
@@ -192,7 +192,7 @@ def checked(name: str, device: str = "cpu", backend: str = "gloo") -> object:
         return globals()[name](wired(device))
     place = torch.device("cuda", dist.get_rank())
     group = dist.new_group(backend=backend, device_id=place)
-    return globals()[name](Wire(group, place, network()))
+    return globals()[name](Communicator(group, place, network()))
 
 
 each_check = pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
@@ -200,21 +200,21 @@ each_check = pytest.mark.parametrize("check", [check.__name__ for check in CHECK
 
 @pytest.mark.parametrize("size", SIZES)
 @each_check
-def test_on_gloo(crews: Callable[[int], Crew], check: str, size: int) -> None:
+def test_on_gloo(crews: Callable[[int], WorkerPool], check: str, size: int) -> None:
     made = crews(size).run(checked, check)
     assert len(set(made)) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @each_check
-def test_cuda_tensors_over_gloo(crews: Callable[[int], Crew], check: str) -> None:
+def test_cuda_tensors_over_gloo(crews: Callable[[int], WorkerPool], check: str) -> None:
     made = crews(3).run(checked, check, "cuda:0")
     assert len(set(made)) == 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @each_check
-def test_on_nccl(crews: Callable[[int], Crew], check: str) -> None:
+def test_on_nccl(crews: Callable[[int], WorkerPool], check: str) -> None:
     made = crews(min(torch.cuda.device_count(), 4)).run(checked, check, "cuda", "nccl")
     assert len(set(made)) == 1
 
@@ -222,7 +222,7 @@ def test_on_nccl(crews: Callable[[int], Crew], check: str) -> None:
 def nccl_calls() -> bool:
     """One GPU is enough to see that NCCL takes the calls as they are made."""
     place = torch.device("cuda", 0)
-    lane = NcclLane(dist.new_group(backend="nccl", device_id=place), place, timedelta(seconds=60))
+    lane = NcclBackend(dist.new_group(backend="nccl", device_id=place), place, timedelta(seconds=60))
     full, empty = torch.arange(6.0, device=place), lambda: torch.zeros(6, device=place)
     flights: list[tuple[Flight, Tensor]] = []
     for way in WAYS[:3]:
@@ -242,7 +242,7 @@ def nccl_calls() -> bool:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a GPU and NCCL")
-def test_nccl_takes_the_calls(crews: Callable[[int], Crew]) -> None:
+def test_nccl_takes_the_calls(crews: Callable[[int], WorkerPool]) -> None:
     assert crews(1).run(nccl_calls) == [True]
 
 
@@ -321,17 +321,17 @@ class Actor:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("check", [gathers, scatters, reduces, moves, all_in_flight], ids=lambda check: check.__name__)
-def test_as_on_nccl(check: Callable[[Wire], int], size: int) -> None:
+def test_as_on_nccl(check: Callable[[Communicator], int], size: int) -> None:
     stage = Stage(size)
     with ThreadPoolExecutor(size) as pool:
-        wires = [Wire(Actor(stage, rank), torch.device("cpu"), network()) for rank in range(size)]  # type: ignore[arg-type]
+        wires = [Communicator(Actor(stage, rank), torch.device("cpu"), network()) for rank in range(size)]  # type: ignore[arg-type]
         assert len(set(pool.map(check, wires))) == 1
 
 
-def alone() -> Wire:
+def alone() -> Communicator:
     """The only rank of a group that can do nothing."""
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 1, _get_backend=lambda _: SimpleNamespace(name=lambda: "gloo"))
-    return Wire(group, torch.device("cpu"), network())  # type: ignore[arg-type]
+    return Communicator(group, torch.device("cpu"), network())  # type: ignore[arg-type]
 
 
 def test_one_device_sends_nothing_and_copies_nothing() -> None:
@@ -376,7 +376,7 @@ def asks() -> list[tuple[Any, ...]]:
     return told.questions
 
 
-def test_the_network_chooses(crews: Callable[[int], Crew]) -> None:
+def test_the_network_chooses(crews: Callable[[int], WorkerPool]) -> None:
     asked = [("all_gather", 32, 1.5), ("reduce_scatter", 64, 1.5), ("all_reduce", 32, 1.0)]
     assert crews(2).run(asks) == [asked, asked]
 
@@ -403,7 +403,7 @@ def refused() -> list[str]:
     return said
 
 
-def test_what_cannot_be_is_refused(crews: Callable[[int], Crew]) -> None:
+def test_what_cannot_be_is_refused(crews: Callable[[int], WorkerPool]) -> None:
     said = crews(2).run(refused)[1]
     assert said[0].startswith("w1: 3 elements where 4 were agreed on\n  where   rank 1 of 2")
     assert said[2].startswith("a collective: 3 counts for 2 devices")
@@ -413,11 +413,11 @@ def test_what_cannot_be_is_refused(crews: Callable[[int], Crew]) -> None:
 
 def without_a_backend() -> str:
     with pytest.raises(WorldError) as error:
-        Wire(dist.group.WORLD, torch.device("meta"), network())  # type: ignore[arg-type]
+        Communicator(dist.group.WORLD, torch.device("meta"), network())  # type: ignore[arg-type]
     return str(error.value)
 
 
-def test_a_device_the_group_cannot_serve(crews: Callable[[int], Crew]) -> None:
+def test_a_device_the_group_cannot_serve(crews: Callable[[int], WorkerPool]) -> None:
     assert crews(2).run(without_a_backend)[0].startswith("the process group cannot carry meta tensors")
 
 
@@ -457,7 +457,7 @@ def leaves(way: str, watched: bool) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("way", WAYS[:3])
 def test_a_process_that_ends_is_told(way: str) -> None:
-    with Crew(2) as crew:
+    with WorkerPool(2) as crew:
         (fine, outcome), _ = crew.outcomes(leaves, way, False)
     assert fine, outcome
     again, said = outcome[0][:2], outcome[0][2]
@@ -469,7 +469,7 @@ def test_a_process_that_ends_is_told(way: str) -> None:
 
 
 def test_the_watch_explains() -> None:
-    with Crew(2) as crew:
+    with WorkerPool(2) as crew:
         (fine, outcome), _ = crew.outcomes(leaves, "padded", True)
     assert fine, outcome
     said, seen = outcome
@@ -490,7 +490,7 @@ def stays_away(way: str) -> str:
 
 @pytest.mark.parametrize("way", ["grouped", "all_to_all"])
 def test_a_process_that_stays_away_is_not_waited_for_longer_than_the_timeout(way: str) -> None:
-    with Crew(2) as crew:
+    with WorkerPool(2) as crew:
         assert crew.run(stays_away, way)[0].startswith("layer 3 did not finish: ")
 
 
@@ -498,7 +498,7 @@ def test_own_trouble_is_not_blamed_on_others() -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
-    wire = Wire(Actor(Stage(2), 0), torch.device("cpu"), network())  # type: ignore[arg-type]
+    wire = Communicator(Actor(Stage(2), 0), torch.device("cpu"), network())  # type: ignore[arg-type]
     wire._lane.empty = full  # type: ignore[assignment]
     with pytest.raises(torch.OutOfMemoryError):
         wire.all_gather(torch.ones(1), [1, 2], way="padded")

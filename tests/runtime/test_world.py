@@ -16,8 +16,8 @@ import torch.distributed as dist
 from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.cluster.subclusters import parts, single_devices
-from lopsided.comm.rank_mapping import Told, devices_in, find_seats, model_of, torchrun_line
-from lopsided.comm.worker_pool import Crew
+from lopsided.comm.rank_mapping import RankInfo, devices_in, find_seats, model_of, torchrun_line
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, begin, check_same, group_of, meet, share_plan, side_group
 from lopsided.errors import WorldError
 
@@ -34,25 +34,25 @@ def cluster(*kinds: Kind) -> Cluster:
     return Cluster("test", "", kinds, LINK, LINK)
 
 
-def cpus(*hosts: str) -> list[Told]:
+def cpus(*hosts: str) -> list[RankInfo]:
     seen: dict[str, int] = {}
     told = []
     for rank, host in enumerate(hosts):
         seen[host] = seen.get(host, -1) + 1
-        told.append(Told(rank, host, seen[host], "cpu", "cpu", 0))
+        told.append(RankInfo(rank, host, seen[host], "cpu", "cpu", 0))
     return told
 
 
-def gpus(*described: tuple[str, str, int]) -> list[Told]:
+def gpus(*described: tuple[str, str, int]) -> list[RankInfo]:
     """(host, model, GiB) of each."""
     there = cpus(*(host for host, _, _ in described))
     return [
-        Told(one.rank, one.host, one.local_rank, f"cuda:{one.local_rank}", NAMES.get(model, model), gib * GIB)
+        RankInfo(one.rank, one.host, one.local_rank, f"cuda:{one.local_rank}", NAMES.get(model, model), gib * GIB)
         for one, (_, model, gib) in zip(there, described, strict=True)
     ]
 
 
-def seats(told: list[Told], whole: Cluster, on: Cluster | None = None) -> dict[int, int]:
+def seats(told: list[RankInfo], whole: Cluster, on: Cluster | None = None) -> dict[int, int]:
     found = find_seats(told, whole, on or whole)
     return dict(zip(found.ranks, found.order, strict=True))
 
@@ -175,8 +175,10 @@ def test_other_hardware() -> None:
 
 
 def test_nccl_only_for_gpus_of_ones_own() -> None:
-    told = [Told(k, "h", k, "cuda:0", "x", 1, chip=f"chip {k}") for k in range(2)]
-    shared = World(0, 2, (0, 1), (0, 1), torch.device("cpu"), (told[0], Told(1, "h", 1, "cuda:0", "x", 1, "chip 0")))
+    told = [RankInfo(k, "h", k, "cuda:0", "x", 1, chip=f"chip {k}") for k in range(2)]
+    shared = World(
+        0, 2, (0, 1), (0, 1), torch.device("cpu"), (told[0], RankInfo(1, "h", 1, "cuda:0", "x", 1, "chip 0"))
+    )
     assert shared.backend == "gloo"
     own = World(0, 2, (0, 1), (0, 1), torch.device("cpu"), tuple(told))
     assert own.backend == ("nccl" if dist.is_nccl_available() else "gloo")
@@ -215,7 +217,7 @@ def share() -> tuple[str, str]:
     return got, told.value.what
 
 
-def test_meeting(crews: Callable[[int], Crew]) -> None:
+def test_meeting(crews: Callable[[int], WorkerPool]) -> None:
     whole = cluster(kind("slow"), kind("fast", count=2))
     found = crews(3).run(join, whole, whole.only([1]))
     assert found == [
@@ -225,11 +227,11 @@ def test_meeting(crews: Callable[[int], Crew]) -> None:
     ]
 
 
-def test_facts_that_differ_are_named_on_every_rank(crews: Callable[[int], Crew]) -> None:
+def test_facts_that_differ_are_named_on_every_rank(crews: Callable[[int], WorkerPool]) -> None:
     assert crews(3).run(disagree, 1) == ["ranks disagree: graph is bb on rank 1, aa on ranks 0, 2"] * 3
 
 
-def test_the_plan_of_rank_0(crews: Callable[[int], Crew]) -> None:
+def test_the_plan_of_rank_0(crews: Callable[[int], WorkerPool]) -> None:
     told = ("a plan, with ≈ 3 odd letters", "rank 0 has no plan: the model does not fit")
     assert crews(2).run(share) == [told] * 2
 

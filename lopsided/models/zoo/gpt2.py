@@ -27,7 +27,7 @@ class CausalAttention(nn.Module):
         return projected
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """A pre-norm layer: attention, then two linear layers with a tanh GELU between them."""
 
     def __init__(self, width: int, heads: int, ffn: int, dropout: float) -> None:
@@ -65,7 +65,7 @@ class GPT2(nn.Module):
         self.words = embedding(vocab, width)
         self.positions = embedding(seq, width)
         self.drop = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(Block(width, heads, ffn, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(GPT2Block(width, heads, ffn, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         if tied:

@@ -54,7 +54,7 @@ class GroupedAttention(nn.Module):
         return projected
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """A pre-norm layer with a SwiGLU."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, ffn: int) -> None:
@@ -93,7 +93,7 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.words = embedding(vocab, width)
-        self.layers = nn.ModuleList(Block(width, heads, kv_heads, ffn) for _ in range(layers))
+        self.layers = nn.ModuleList(LlamaBlock(width, heads, kv_heads, ffn) for _ in range(layers))
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.head = nn.Linear(width, vocab, bias=False)
         cos, sin = rotary(seq, width // heads, rope_base)

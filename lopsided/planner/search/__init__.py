@@ -20,9 +20,9 @@ from lopsided.ir.rule_book import RuleBook
 from lopsided.planner.search.astar import TABLE_LIMIT, Progress, gap_of, solve
 from lopsided.planner.search.choices import Stores, Tables, choices
 from lopsided.planner.search.copies import Prices
-from lopsided.planner.search.reduction import Memory
+from lopsided.planner.search.reduction import SolvedRegions
 
-__all__ = ["Found", "Memory", "Prices", "Progress", "Tables", "gap_of", "search"]
+__all__ = ["Found", "Prices", "Progress", "SolvedRegions", "Tables", "gap_of", "search"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lopsided.planner.search.problem import Assignment, Factor, Problem
-from lopsided.planner.search.reduction import Bucket, Memory, Reduction, reduce_problem
+from lopsided.planner.search.reduction import Bucket, Reduction, SolvedRegions, reduce_problem
 
 TABLE_LIMIT = 1 << 20  # entries: 8 MB; a larger table costs more time than the search it saves
 
@@ -72,7 +72,7 @@ def solve(
     *,
     limit: int = TABLE_LIMIT,
     remember: bool = True,
-    memory: Memory | None = None,
+    memory: SolvedRegions | None = None,
     time_limit_s: float = math.inf,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Solution:
@@ -85,7 +85,7 @@ def solve(
     reduction = reduce_problem(
         problem,
         limit=limit,
-        memory=(memory or Memory.empty()) if remember else None,
+        memory=(memory or SolvedRegions.empty()) if remember else None,
         out_of_time=lambda: seconds() > time_limit_s,
     )
     search = _Search(problem, reduction)

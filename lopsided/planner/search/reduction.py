@@ -51,22 +51,22 @@ class Reduction:
 
 
 @dataclass(slots=True)
-class Memory:
+class SolvedRegions:
     """Folds done before: by the tables, how they were lined up, and which axis was folded."""
 
     folds: dict[object, Table]
     kept: list[Table]  # alive as long as their ids are keys
 
     @staticmethod
-    def empty() -> Memory:
-        return Memory({}, [])
+    def empty() -> SolvedRegions:
+        return SolvedRegions({}, [])
 
 
 def reduce_problem(
     problem: Problem,
     *,
     limit: int,
-    memory: Memory | None = None,
+    memory: SolvedRegions | None = None,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> Reduction:
     """Fold every variable away. When time is up the limit falls to almost nothing: a weak bound, but at once."""
@@ -153,7 +153,9 @@ def _groups(factors: Sequence[Factor], v: int, sizes: Sequence[int], limit: int)
     return [tuple(group) for _, group in groups]
 
 
-def _fold(factors: Sequence[Factor], v: int, sizes: Sequence[int], memory: Memory | None) -> tuple[Factor, int, bool]:
+def _fold(
+    factors: Sequence[Factor], v: int, sizes: Sequence[int], memory: SolvedRegions | None
+) -> tuple[Factor, int, bool]:
     """The factors added up and minimised over `v`; how many entries that took, and whether it was remembered."""
     union = sorted({w for factor in factors for w in factor.scope})
     if not factors:

@@ -56,7 +56,7 @@ from lopsided.runtime.checkpoint.optimizer_state import optimizer_kept, optimize
 from lopsided.runtime.checkpoint.plain import as_plain, from_plain, write_json
 from lopsided.runtime.checkpoint.state import few, tensors_of
 from lopsided.runtime.checkpoint.storage import FORMAT, VERSION, SafeReader, SafeWriter, Table
-from lopsided.runtime.control_plane import Accord, Holder, accord_of
+from lopsided.runtime.control_plane import ControlPlane, Holder, accord_of
 
 
 class Stateful(Protocol):
@@ -158,7 +158,7 @@ def save(
     return saving
 
 
-def _finish_last(accord: Accord) -> None:
+def _finish_last(accord: ControlPlane) -> None:
     """Wait for the save under way. If nobody was told that it failed, all are now."""
     last, accord.saving = accord.saving, None
     if last is not None:
@@ -191,7 +191,7 @@ def _check_alike(told: list[tuple[int, str]]) -> None:
 
 
 def _captured(
-    pm: Trains, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None, accord: Accord
+    pm: Trains, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None, accord: ControlPlane
 ) -> tuple[dict[str, Held], dict[str, object]]:
     """The tensors that this process writes, and the rest."""
     named = accord.each(lambda: tensors_of(pm))
@@ -264,7 +264,7 @@ class _Writer(SafeWriter):
                 remove(written(self.root, step))
 
 
-def _write(held: dict[str, Held], writer: _Writer, accord: Accord) -> None:
+def _write(held: dict[str, Held], writer: _Writer, accord: ControlPlane) -> None:
     try:
         _in_torch(
             lambda: dcp.state_dict_saver.save(

@@ -15,7 +15,7 @@ import torch
 from lopsided.errors import CheckpointError, shown
 from lopsided.runtime.checkpoint.folder import TRAINING, find, read_training
 from lopsided.runtime.checkpoint.storage import SafeReader, check_files, sync_folder
-from lopsided.runtime.checkpoint.tensor_file import Entry, write_tensors
+from lopsided.runtime.checkpoint.tensor_file import TensorEntry, write_tensors
 
 _PLAIN, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
@@ -43,7 +43,7 @@ def convert(folder: str | Path, to: str | Path) -> Path:
     try:
         if to.suffix == _PLAIN:
             records = {name: reader.table[key] for name, key in stored.items()}
-            entries = [Entry(name, record.dtype, record.shape) for name, record in records.items()]
+            entries = [TensorEntry(name, record.dtype, record.shape) for name, record in records.items()]
             write_tensors(partial, entries, lambda name: reader.whole(stored[name]), {"format": "pt"})
         else:
             wholes = {key: reader.whole(key) for key in dict.fromkeys(stored.values())}

@@ -24,7 +24,7 @@ from lopsided.runtime.checkpoint.plain import as_plain, from_plain, like
 from lopsided.runtime.checkpoint.state import few
 from lopsided.runtime.checkpoint.storage import Record, Table
 from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, check_dtype
-from lopsided.runtime.control_plane import Accord, Holder
+from lopsided.runtime.control_plane import ControlPlane, Holder
 from lopsided.runtime.pieces import Piece
 
 Form = dict[str, object]
@@ -61,7 +61,7 @@ def _key(name: str, key: str) -> str:
 # Saving
 
 
-def optimizer_kept(pm: Holder, optimizer: Optimizer, accord: Accord) -> tuple[dict[str, Kept], dict[str, object]]:
+def optimizer_kept(pm: Holder, optimizer: Optimizer, accord: ControlPlane) -> tuple[dict[str, Kept], dict[str, object]]:
     """The tensors of the optimizer's state, and all else of it as plain data. Every rank must call this."""
     of = type(optimizer).__name__
 

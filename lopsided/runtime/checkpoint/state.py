@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lopsided.errors import CheckpointError, shown
-from lopsided.runtime.checkpoint.tensor_file import Entry, TensorFile
+from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile
 from lopsided.runtime.control_plane import Holder, accord_of
 from lopsided.runtime.pieces import Chunk, Piece
 
@@ -113,7 +113,7 @@ def _joined(pm: Holder, each: Named) -> Tensor:
 class _Readable(Protocol):
     """Whole tensors to read boxes of."""
 
-    def outline(self) -> dict[str, Entry]: ...
+    def outline(self) -> dict[str, TensorEntry]: ...
     def read(self, key: str, chunk: Chunk) -> Tensor: ...
 
 
@@ -121,9 +121,9 @@ class _Readable(Protocol):
 class _Given:
     tensors: Mapping[str, Tensor]
 
-    def outline(self) -> dict[str, Entry]:
+    def outline(self) -> dict[str, TensorEntry]:
         return {
-            key: Entry(key, value.dtype, tuple(value.shape))
+            key: TensorEntry(key, value.dtype, tuple(value.shape))
             for key, value in self.tensors.items()
             if isinstance(value, Tensor)
         }
@@ -137,7 +137,7 @@ class _Given:
 class _Lazily:
     file: TensorFile
 
-    def outline(self) -> dict[str, Entry]:
+    def outline(self) -> dict[str, TensorEntry]:
         return {key: self.file.entry(key) for key in sorted(self.file.keys)}
 
     def read(self, key: str, chunk: Chunk) -> Tensor:
@@ -208,7 +208,7 @@ def _opened_by_all(pm: Holder, source: Source) -> Iterator[_Readable | None]:
         opening.__exit__(None, None, None)
 
 
-def _check(held: list[Named], outline: Mapping[str, Entry], strict: bool) -> None:
+def _check(held: list[Named], outline: Mapping[str, TensorEntry], strict: bool) -> None:
     known = {name for each in held for name in each.names}
     wrong = {
         "missing": [each.name for each in held if not any(name in outline for name in each.names)] if strict else [],

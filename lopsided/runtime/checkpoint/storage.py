@@ -34,7 +34,7 @@ from torch.futures import Future
 
 from lopsided.errors import CheckpointError, shown
 from lopsided.runtime.checkpoint.plain import read_json, write_json
-from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, Entry, TensorFile, check_dtype, write_tensors
+from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, TensorEntry, TensorFile, check_dtype, write_tensors
 from lopsided.runtime.pieces import Chunk
 
 FORMAT = "lopsided-checkpoint"
@@ -157,10 +157,10 @@ def _key(item: WriteItem) -> str:
     return f"{item.index.fqn}[{', '.join(spans)}]"
 
 
-def _entry(key: str, item: WriteItem) -> Entry:
+def _entry(key: str, item: WriteItem) -> TensorEntry:
     dtype = item.tensor_data.properties.dtype  # type: ignore[union-attr]
     check_dtype(dtype, item.index.fqn)
-    return Entry(key, dtype, tuple(item.tensor_data.chunk.sizes))  # type: ignore[union-attr]
+    return TensorEntry(key, dtype, tuple(item.tensor_data.chunk.sizes))  # type: ignore[union-attr]
 
 
 def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:

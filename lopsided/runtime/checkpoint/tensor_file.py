@@ -47,7 +47,7 @@ _MOST_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file."""
 
     key: str
@@ -67,7 +67,7 @@ def check_dtype(dtype: torch.dtype, where: str) -> None:
 
 
 def write_tensors(
-    path: Path, entries: Iterable[Entry], tensor: Callable[[str], Tensor], notes: Mapping[str, str] | None = None
+    path: Path, entries: Iterable[TensorEntry], tensor: Callable[[str], Tensor], notes: Mapping[str, str] | None = None
 ) -> None:
     """Write a file. `tensor` is asked for one key after another; the file is safe on disk when this returns."""
     # Wide elements first, as the format's own writer does: then each tensor begins at a multiple of its element's size.
@@ -139,14 +139,14 @@ class TensorFile:
     def keys(self) -> frozenset[str]:
         return self._keys
 
-    def entry(self, key: str) -> Entry:
+    def entry(self, key: str) -> TensorEntry:
         if key not in self._keys:
             raise self._refuse(f"there is no tensor {shown(key)}")
         found = self._file.get_slice(key)
         dtype = DTYPES.get(found.get_dtype())
         if dtype is None:
             raise self._refuse(f"{shown(key)} has dtype {found.get_dtype()}, which is not read here")
-        return Entry(key, dtype, tuple(found.get_shape()))
+        return TensorEntry(key, dtype, tuple(found.get_shape()))
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """The box of a tensor that begins at `offsets`."""
