@@ -97,10 +97,10 @@ class Chart:
 def predicted_chart(plan: Plan) -> Chart:
     """The step as the planner sees it."""
     costs, scale = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer)), Scale(plan.on, plan.shares)
-    schedule = plan.laid_out(costs)
+    priced = plan.priced(costs)
     # Kinds may share a name, or be called "network": numbers tell them apart.
     numbered = tuple(replace(kind, name=f"kind {k}") for k, kind in enumerate(plan.on.kinds))
-    timeline = run(schedule, costs.network, Scale(replace(plan.on, kinds=numbered), scale.shares), events=True)
+    timeline = run(priced, costs.network, Scale(replace(plan.on, kinds=numbered), scale.shares), events=True)
     modules = _modules(plan)
     forward_s, backward_s = timeline.forward_s, timeline.backward_s
     network = tuple(_sent(event, forward_s, modules) for event in timeline.events if event.lane == NETWORK)
@@ -109,7 +109,7 @@ def predicted_chart(plan: Plan) -> Chart:
     computed = []
     for kind in numbered:
         events = [event for event in timeline.events if event.lane == kind.name]
-        passes = len(events) - len(schedule.optimizer)
+        passes = len(events) - len(priced.updates)
         blocks = [_computed(event, forward_s, modules) for event in events[:passes]]
         computed.append([*blocks, *_update(plan, events[passes:])])
     strips = [

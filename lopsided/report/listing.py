@@ -26,8 +26,8 @@ from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program
 from lopsided.planner.baselines import STATE
 from lopsided.planner.plan_data import Plan
-from lopsided.schedule.cost import Costs, Scale, Transfer, conversion, cut_of, optimizer_named
-from lopsided.schedule.layout import BUCKET_BYTES, regathered
+from lopsided.schedule.cost import Costs, Scale, Transfer, cut_of, optimizer_named
+from lopsided.schedule.schedule import BUCKET_BYTES
 
 LONGEST_PERIOD = 512
 """In nodes: the layers of large models have some 40, and what repeats may be two or three layers."""
@@ -113,24 +113,15 @@ class _Priced:
         self.scale = Scale(plan.on, plan.shares)
         self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
         self.parameters = {leaf.value.name for leaf in self.graph.parameters}
-        self.again = regathered(plan.program, regather=plan.regather)
-        self.made: set[tuple[str, Placement]] = set(plan.program.leaves)
+        self.sent_for = plan.schedule.sent_for
         self.optimizer_name = plan.optimizer
 
     def steps(self) -> Iterator[tuple[Hashable, Row]]:
         """A row for every step, and what makes steps alike."""
         for step in self.program.steps:
             node, rule = step.node, step.rule
-            again = node.name in self.costs.reruns
-            sends = [
-                send
-                for name, chain in zip(node.operands, step.chains, strict=True)
-                for send in self._fetch(name, chain, again and name not in self.parameters)
-            ]
-            self.made.update((v.name, give) for v, give in zip(node.results, rule.gives, strict=True))
             cost = self.costs.op(node, rule)
-            sends += [self._send(talk) for talk in cost.sent]
-            sends += [self._send(replace(transfer, hides=True)) for transfer in self.again.get(node.name, ())]
+            sends = [self._send(transfer) for transfer in self.sent_for.get(node.name, ())]
             compute_s = max(cost.seconds(self.scale.fractions(cost.cut)))
             call = f"{short_op(node.op)}({self._operands(node, step.chains)})"
             how = "" if rule.how == "plain" else f" [{rule.how}]"
@@ -142,16 +133,14 @@ class _Priced:
     def ends(self) -> Iterator[Row]:
         """The loss and the buffers, which become whole."""
         graph, program = self.graph, self.program
-        sends = merged(self._fetch(graph.loss, program.loss))
+        sends = merged(self._send(transfer) for transfer in self.sent_for.get("", ()))
         yield Row(f"return {_short(graph.loss)}: {_arrows(program.loss)}", sends=sends)
-        sent: list[Send] = []
         ways: dict[str, int] = {}
-        for (_, name), chain in zip(graph.updates, program.updates, strict=True):
-            sent += self._fetch(name, chain)
+        for chain in program.updates:
             ways[_arrows(chain)] = ways.get(_arrows(chain), 0) + 1
         if ways:
             counts = ", ".join(f"{count} {way}" for way, count in ways.items())
-            yield Row(f"update buffers: {counts}", sends=merged(sent))
+            yield Row(f"update buffers: {counts}")
 
     def optimizer(self) -> Iterator[Row]:
         totals = [0.0] * len(self.scale.cluster.kinds)
@@ -165,17 +154,6 @@ class _Priced:
                 count += 1
         if count:
             yield Row(f"{self.optimizer_name}: update {count} parameters", compute_s=max(totals))
-
-    def _fetch(self, name: str, chain: Chain, again: bool = False) -> Iterator[Send]:
-        """What a chain sends, forward (`again`: twice) and backward; a copy that is there is not made anew."""
-        for source, to in itertools.pairwise(chain):
-            if (name, to) in self.made:
-                continue
-            self.made.add((name, to))
-            there, back = conversion(self.graph.values[name], source, to)
-            for transfer in (there, there if again else None, back):
-                if transfer is not None:
-                    yield self._send(replace(transfer, hides=name in self.parameters))
 
     def _send(self, transfer: Transfer) -> Send:
         size, largest = transfer.whole_bytes, self.scale.largest(transfer.cuts)

@@ -27,7 +27,7 @@ from lopsided.report.listing import (
     told_apart,
 )
 from lopsided.report.plan_diff import Difference
-from lopsided.schedule.layout import BUCKET_BYTES
+from lopsided.schedule.schedule import BUCKET_BYTES
 
 WIDTH = 120
 _STEP, _SECONDS = 68, 8  # columns of the program's table
