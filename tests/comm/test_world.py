@@ -240,7 +240,7 @@ ALONE = """
 import torch, torch.distributed as dist
 from types import SimpleNamespace
 from lopsided.comm.world import begin, check_same, default_store, group_of, meet, share_plan, side_group
-from lopsided.comm.watchdog import Watch
+from lopsided.comm.watchdog import Watchdog
 from lopsided.cluster.cluster import Cluster, Kind, Link
 begin()
 one = Cluster("x", "", (Kind("a", "n", 1, 1, (("f32", 1e9),), 1e9, 1, 0.0),), Link(0, 1e9), Link(0, 1e9))
@@ -249,7 +249,7 @@ check_same(world, {"a": "b"})
 share_plan("text")
 total = torch.ones(2)
 dist.all_reduce(total, group=group_of(world, 5))
-watch = Watch(world, default_store(), 5, side=side_group(world, 5), every_s=0.05)
+watch = Watchdog(world, default_store(), 5, side=side_group(world, 5), every_s=0.05)
 watch.start_handshake(1, "p", "x", training=True, sync=True)
 watch.finish_handshake()
 print(world.rank, world.size, world.place, total.tolist())
