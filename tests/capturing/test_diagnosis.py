@@ -82,7 +82,7 @@ def test_autograd_functions_with_a_backward_of_their_own_are_refused(function: A
     model = ByHand(lambda m, x: function.apply(m.lin(x), *rest).pow(2).sum())
     error = refused(model, {"x": example()})
     assert f"{function.__name__}, an autograd function whose backward is not the gradient of its forward" in error.what
-    assert "test_capture_refusals.py" in error.where
+    assert "test_diagnosis.py" in error.where
     assert "custom_op" in error.do
 
 
@@ -117,7 +117,7 @@ def test_what_depends_on_data_is_refused_with_the_line(how: str) -> None:
     error = refused(DependsOnData(how), {"x": example()})
     lines = Path(__file__).read_text().splitlines()
     line = next(k for k, text in enumerate(lines, 1) if text.endswith(f"# {how}"))
-    assert f"test_capture_refusals.py:{line}" in error.where, error
+    assert f"test_diagnosis.py:{line}" in error.where, error
     assert re.search(r"torch\.where|keep it a tensor", error.do), error
 
 
@@ -142,7 +142,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
 
 def test_a_shape_that_does_not_fit_is_refused_with_the_line() -> None:
     error = refused(ByHand(lambda m, x: (m.lin(x) @ x).sum()), {"x": example()})
-    assert "test_capture_refusals.py" in error.where
+    assert "test_diagnosis.py" in error.where
     assert "[4, 6] X [4, 6]" in error.facts["cause"]
 
 
@@ -306,7 +306,7 @@ def test_hooks_are_refused() -> None:
 
     error = refused(ByHand(hooked), {"x": example()})
     assert "register_hook" in error.what
-    assert "test_capture_refusals.py" in error.where
+    assert "test_diagnosis.py" in error.where
     model = ByHand(lambda m, x: m.lin(x).sum())
     model.lin.register_full_backward_hook(lambda *_: None)
     assert "module lin has a backward hook" in refused(model, {"x": example()}).what
