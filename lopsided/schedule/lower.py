@@ -10,7 +10,7 @@ that it was made for. A cotangent that nobody has (nothing that leads to the los
 A checkpointed region (`Recompute`) runs forward again before its backward pass: it computes, redistributes and gathers
 all it did the first time.
 
-What goes between a stored parameter and its copies travels in buckets (`_in_buckets`), behind computing:
+What goes between a stored parameter and its copies travels in buckets (`Buckets`), behind computing:
 
     gathered, forward     what consecutive consumers take, up to `bucket_bytes`; what one consumer takes is never
     parted.
@@ -53,7 +53,8 @@ from lopsided.schedule.schedule import (
 _Copy = tuple[str, Placement]
 _Runs = TypeVar("_Runs", bound=Compute | Exchange | Redistribute)
 _Kind = TypeVar("_Kind", GatherBucket, ReduceBucket)
-_IN_A_BUCKET = "?"  # of a redistribution that travels in a bucket, until that has a name
+IN_A_BUCKET = "?"
+"""The bucket of a redistribution that travels in one, until that has a name."""
 
 
 def lower(program: Program, decisions: Decisions | None = None) -> Schedule:
@@ -85,7 +86,7 @@ class _Lowering:
     def schedule(self) -> Schedule:
         for one in self.steps:
             one.back = [back for item in reversed(one.made) for back in self._transpose(item)]
-        program, buckets = self.program, _Buckets(self.decisions)
+        program, buckets = self.program, Buckets(self.decisions)
         forward = buckets.filled([*(item for one in self.steps for item in one.forward), *self.ends])
         backward = buckets.filled(list(self._backward()))
         update = tuple(
@@ -93,7 +94,9 @@ class _Lowering:
             for name, placement in program.leaves
             if name in self.parameters and program.graph.values[name].grad
         )
-        return Schedule(program, self.decisions, counted(program, forward), counted(program, backward), update)
+        conversions = {one.step.node.name: len(one.made) for one in self.steps}
+        passes = counted(forward, conversions), counted(backward, conversions)
+        return Schedule(program, self.decisions, *passes, update)
 
     # Forward
 
@@ -114,7 +117,7 @@ class _Lowering:
             if (name, to) not in self.made:
                 self.made.add((name, to))
                 transfer, _ = conversion(self.program.graph.values[name], source, to)
-                bucket = _IN_A_BUCKET if transfer is not None and self._is_stored(name, source) else ""
+                bucket = IN_A_BUCKET if transfer is not None and self._is_stored(name, source) else ""
                 yield Redistribute(f"{name} {source}→{to}", name, source, to, "forward", transfer, bucket)
 
     def _is_stored(self, name: str, placement: Placement) -> bool:
@@ -153,7 +156,7 @@ class _Lowering:
         _, transfer = conversion(self.program.graph.values[item.value], item.source, item.to)
         if transfer is not None and (item.value, item.to) in self.reached:
             source, to = transposed(item.to), transposed(item.source)
-            bucket = _IN_A_BUCKET if self._is_stored(item.value, item.source) else ""
+            bucket = IN_A_BUCKET if self._is_stored(item.value, item.source) else ""
             yield Redistribute(f"∂{item.value} {source}→{to}", item.value, source, to, "backward", transfer, bucket)
 
     def _backward(self) -> Iterator[Item]:
@@ -227,7 +230,7 @@ def _again(item: _Runs) -> _Runs:
 # Buckets
 
 
-class _Buckets:
+class Buckets:
     """Numbers buckets through the whole step."""
 
     def __init__(self, decisions: Decisions) -> None:

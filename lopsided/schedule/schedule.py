@@ -374,7 +374,8 @@ class _Parser:
             for k, item in enumerate(items):
                 if isinstance(item, Bucket):
                     items[k] = self._filled(item, known)
-        forward, backward = (counted(self.program, items) for items in self.passes.values())
+        conversions = conversions_of(self.program)
+        forward, backward = (counted(items, conversions) for items in self.passes.values())
         return Schedule(self.program, self.decisions, forward, backward, tuple(self.updates))
 
     def _filled(
@@ -446,20 +447,25 @@ def transposed(placement: Placement) -> Placement:
 _TRANSPOSED = {"I": Placement("I"), "R": Placement("P"), "P": Placement("R")}
 
 
-def counted(program: Program, items: Sequence[Item]) -> tuple[Item, ...]:
+def conversions_of(program: Program) -> dict[str, int]:
+    """How many conversions are made for each node."""
+    made: set[tuple[str, Placement]] = set(program.leaves)
+    found: dict[str, int] = {}
+    for step in program.steps:
+        before = len(made)
+        for name, chain in zip(step.node.operands, step.chains, strict=True):
+            made.update((name, to) for to in chain[1:])
+        found[step.node.name] = len(made) - before
+        made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+    return found
+
+
+def counted(items: Sequence[Item], conversions: Mapping[str, int]) -> tuple[Item, ...]:
     """The items, with each node told how many conversions were made for it, and how many bytes it packs to send.
 
     What is packed forward comes before the node, what is packed backward after it. Backward every conversion counts,
     also one whose transpose sends nothing: the process does some work there.
     """
-    made: set[tuple[str, Placement]] = set(program.leaves)
-    conversions: dict[str, int] = {}
-    for step in program.steps:
-        before = len(made)
-        for name, chain in zip(step.node.operands, step.chains, strict=True):
-            made.update((name, to) for to in chain[1:])
-        conversions[step.node.name] = len(made) - before
-        made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
     packed = _packed(items)
     return tuple(
         Compute(item.id, item.node, item.phase, conversions[item.node], packed.get(item.id, 0))
