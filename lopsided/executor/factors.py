@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Redistributor
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import surroundings
@@ -46,11 +47,11 @@ class ByFactors:
         whole: dict[int, Tensor] = {}
         for k in self.beside:
             need, value = self.rule.needs[k], self.call.operands[k]
-            at = f"factor {k} of %{name}"
+            at = Label(f"factor {k} of %{name}", f"∂{name}")
             whole[k] = gather(factors[k], need, I, value.shape, at) if need.is_shard else factors[k]
         dy = []
         for give, value, gradient in zip(self.rule.gives, self.call.node.results, of_results, strict=True):
-            at = f"gradient of %{value.name}"
+            at = Label(f"gradient of %{value.name}", f"∂{name}")
             dy.append(gather(gradient, give, I, value.shape, at) if give.is_shard else gradient)
         found: list[Tensor | None] = [None] * len(self.call.operands)
         if (by_hand := _of_linear(self.call, whole, dy)).keys() >= {*self.wanted}:

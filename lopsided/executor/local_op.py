@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Redistributor
 from lopsided.executor.factors import ByFactors
 from lopsided.executor.randomness import RankRandomness
@@ -106,21 +107,24 @@ class LocalOp:
         if not isinstance(talking, Generator):
             return talking
         answer = None
-        while True:
+        for number in itertools.count():
             try:
                 ask = talking.send(answer)
             except StopIteration as stop:
                 return stop.value
-            answer = self._answer(ask)
+            answer = self._answer(ask, number)
+        return None
 
-    def _answer(self, ask: Ask) -> Tensor:
-        what = f"%{self.call.node.name} [{self.rule.how}]"
+    def _answer(self, ask: Ask, number: int) -> Tensor:
+        name = self.call.node.name
+        what = Label(f"%{name} [{self.rule.how}]", f"{name} #{number}")
         if ask.largest:
             peak = ask.tensor.detach().clone(memory_format=torch.contiguous_format)
             self.exchange.wire.maximum(peak.view(-1), what=what).wait()
             return peak
         source, to = Placement(ask.source), Placement(ask.to)
-        return self.exchange.convert(ask.tensor, source, to, tuple(ask.tensor.shape), what)
+        back = Label(f"gradient of {what}", f"∂{name}")
+        return self.exchange.convert(ask.tensor, source, to, tuple(ask.tensor.shape), what, back)
 
 
 _NATIVE = ("aten.dropout.default", "aten.native_dropout.default", "aten.scaled_dot_product_attention.default")

@@ -16,7 +16,8 @@ What goes between a stored parameter and its copies travels in buckets (`Buckets
     parted.
                           `prefetch` buckets exist at once: the next starts when the first of the one before it is taken
     gathered, backward    the same: copies that `regather` has freed, and those of checkpointed regions
-    gradients             in the order in which they are complete; a bucket is sent when it has `bucket_bytes`
+    gradients             in the order in which they are complete; a bucket is sent with its last member, when it has
+                          `bucket_bytes` or nothing more is to come
 
 A bucket holds one dtype and one collective, because it is one buffer. What changes the placement of anything else, or
 of a copy that was redistributed before, is waited for by all.
@@ -242,7 +243,8 @@ class Buckets:
         coming = self._gathered(items)
         named = {member: bucket.id for group in coming for bucket in group for member in bucket.members}
         number = {member: k for k, group in enumerate(coming) for bucket in group for member in bucket.members}
-        filling: dict[tuple[str, str], list[Redistribute]] = {}
+        full = self._reduced(items)
+        named |= {member: bucket.id for bucket in full.values() for member in bucket.members}
         done: list[Item] = []
         started = 0
 
@@ -255,32 +257,38 @@ class Buckets:
         if self.decisions.overlap:
             start(self.decisions.prefetch)
         for item in items:
-            if not isinstance(item, Redistribute) or not item.bucket or item.transfer is None:
+            if item.id not in named or not isinstance(item, Redistribute):
                 done.append(item)
-            elif item.phase != "backward":
+                continue
+            if item.id in number:
                 start(number[item.id] + (self.decisions.prefetch if self.decisions.overlap else 1))
-                done.append(replace(item, bucket=named[item.id]))
-            else:
-                key = (item.transfer.collective, item.transfer.dtype)
-                filling.setdefault(key, []).append(item)
-                done.append(item)
-                if _size(filling[key]) >= self.decisions.bucket_bytes:
-                    self._send(filling.pop(key), done)
-        for members in filling.values():
-            self._send(members, done)
+            done.append(replace(item, bucket=named[item.id]))
+            if item.id in full:
+                done.append(full[item.id])
         return done
 
-    def _send(self, members: Sequence[Redistribute], done: list[Item]) -> None:
-        bucket = _bucket(ReduceBucket, f"reduce.{next(self.reduces)}", members, self.decisions.overlap)
-        ids = set(bucket.members)
-        for k in range(len(done) - 1, -1, -1):
-            one = done[k]
-            if one.id in ids and isinstance(one, Redistribute):
-                done[k] = replace(one, bucket=bucket.id)
-                ids.remove(one.id)
-                if not ids:
-                    break
-        done.append(bucket)
+    def _reduced(self, items: Iterable[Item]) -> dict[str, ReduceBucket]:
+        """The buckets of gradients, each by its last member, after which it is sent."""
+        filling: dict[tuple[str, str], list[Redistribute]] = {}
+        full: list[list[Redistribute]] = []
+        order: dict[str, int] = {}
+        for item in items:
+            if (
+                isinstance(item, Redistribute)
+                and item.bucket
+                and item.transfer is not None
+                and item.phase == "backward"
+            ):
+                order[item.id] = len(order)
+                members = filling.setdefault((item.transfer.collective, item.transfer.dtype), [])
+                members.append(item)
+                if _size(members) >= self.decisions.bucket_bytes:
+                    full.append(filling.pop((item.transfer.collective, item.transfer.dtype)))
+        full += filling.values()
+        return {
+            members[-1].id: _bucket(ReduceBucket, f"reduce.{next(self.reduces)}", members, self.decisions.overlap)
+            for members in sorted(full, key=lambda members: order[members[-1].id])
+        }
 
     def _gathered(self, items: Iterable[Item]) -> list[list[GatherBucket]]:
         """What is gathered together: for each group of consumers a bucket of every collective and dtype."""
