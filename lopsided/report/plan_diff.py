@@ -1,6 +1,7 @@
 """What differs between two plans.
 
 In: two `Plan`s. Out: `Difference`s, most important first; none for plans that are equal but for how long planning took.
+As a table under each title (`difference_tables`).
 
 Parameters and steps that differ in the same way are one difference: names that differ in numbers only become a pattern
 (`encoder.*.weight  I → S0@state  (24)`). Plans of different models are compared as far as their names agree.
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from lopsided.ir.program import Step
 from lopsided.planner.plan_data import Plan
-from lopsided.report.listing import bytes_text, device_rows, parameters_of, pattern_of, seconds_text, short_op, skeleton
+from lopsided.report.listing import device_rows, parameters_of, short_op
+from lopsided.report.table import DATA, Column, Row, Table, bytes_text, pattern_of, seconds_text, share_text, skeleton
 
 NONE = "–"
 
@@ -32,7 +34,11 @@ class Difference:
     count: int = 1
 
     def __str__(self) -> str:
-        return f"{self.what}  {self.a} → {self.b}" + (f"  ({self.count})" if self.count > 1 else "")
+        return f"{self.what}  {self.change}"
+
+    @property
+    def change(self) -> str:
+        return f"{self.a} → {self.b}" + (f"  ({self.count})" if self.count > 1 else "")
 
 
 def diff_plans(a: Plan, b: Plan) -> tuple[Difference, ...]:
@@ -45,6 +51,31 @@ def diff_plans(a: Plan, b: Plan) -> tuple[Difference, ...]:
         *_steps(a, b),
         *_baselines(a, b),
     )
+
+
+_TITLES = {
+    "graph": "graph",
+    "cluster": "cluster",
+    "step": "a step",
+    "options": "options",
+    "devices": "devices",
+    "stored": "how parameters are stored",
+    "steps": "how steps are run",
+    "baselines": "compared with",
+}
+
+
+def difference_tables(differences: Iterable[Difference]) -> list[Table]:
+    """A table for each respect in which plans differ."""
+    every = list(differences)
+    keys = ("about", "what", "a", "b", "count")
+    columns = (Column(most=50), Column(), *(Column(key=key, only=DATA) for key in keys))
+    found = []
+    for about, title in _TITLES.items():
+        rows = tuple(Row((d.what, d.change, *(getattr(d, key) for key in keys))) for d in every if d.about == about)
+        if rows:
+            found.append(Table(title, columns, rows))
+    return found
 
 
 def _inputs(a: Plan, b: Plan) -> Iterator[Difference]:
@@ -104,7 +135,7 @@ def _by_device(plan: Plan) -> dict[str, dict[str, str]]:
     """Of every device: its shares and the memory it uses, as text."""
     rows = {name: row for row in device_rows(plan) for name in row.names}
     return {
-        name: {f"{by} share": f"{share * 100:.2f} %" for by, share in row.shares}
+        name: {f"{by} share": share_text(share) for by, share in row.shares}
         | ({"memory": bytes_text(row.memory_bytes)} if row.shares else {})
         for name, row in rows.items()
     }

@@ -10,9 +10,8 @@ import pytest
 from plans_by_hand import ZERO, plan_of
 from runs_by_hand import run_of
 
-from lopsided.report import chrome_trace as trace_module
-from lopsided.report.chart import COMPUTE, predicted_chart
-from lopsided.report.chrome_trace import trace_text
+from lopsided.report import chart as trace_module
+from lopsided.report.chart import COMPUTE, predicted_chart, trace_text
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
