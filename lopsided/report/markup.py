@@ -223,7 +223,7 @@ def bar(drawn: Bar, label: str = "") -> Html:
     at = 0.0
     for kind, size in drawn.parts:
         if size > 0 and whole > 0 and math.isfinite(size):
-            rects.append(tag("rect", class_=kind, x=_at(at, whole), width=_at(size, whole), height="100%"))
+            rects.append(_rect(kind, at, size, whole, "100%"))
             at += size
     lines = [
         tag("line", class_="mark", x1=_at(mark, whole), x2=_at(mark, whole), y1="0", y2="100%")
@@ -236,6 +236,10 @@ def bar(drawn: Bar, label: str = "") -> Html:
 
 def _at(part: float, whole: float) -> str:
     return f"{part / whole * 100:.5f}".rstrip("0").rstrip(".") + "%"
+
+
+def _rect(kind: str, start: float, size: float, whole: float, height: str | int) -> Html:
+    return tag("rect", class_=kind, x=_at(start, whole), width=_at(size, whole), height=height)
 
 
 def doing_class(block: ChartBlock) -> str:
@@ -268,25 +272,15 @@ def timeline(predicted: Chart, measured: Chart | None = None) -> Html:
     whole = max(predicted.step_s, measured.step_s if measured else 0.0)
     lanes = _coarse(list(_lanes(predicted, measured)), whole)
     strings: dict[str, int] = {}
-    drawn: list[Html] = [
-        _axis(whole),
-        _phases(predicted, whole, "predicted " if measured else ""),
-        _layers(predicted, whole),
-    ]
+    title = "predicted " if measured else ""
+    phases = [(f"{title}{name} {seconds_text(end - start)}", name, start, end) for name, start, end in predicted.phases]
+    # Which part of the model the busiest devices are at.
+    layers = layers_of(predicted.busiest)
+    parts = [(name, "odd" if k % 2 else "even", start, end) for k, (name, start, end) in enumerate(layers)]
+    drawn = [_axis(whole), _named_row("phases", phases, whole), _named_row("layers", parts, whole)]
     for k, lane in enumerate(lanes):
-        words = f"{lane.label}: {lane.facts}"
-        name = tag("b", lane.label)
-        drawn.append(tag("p", name, " ", tag("span", lane.facts), class_="name"))
-        rects = (
-            tag(
-                "rect",
-                class_=doing_class(block),
-                x=_at(block.start_s, whole),
-                width=_at(block.seconds, whole),
-                height=lane.height,
-            )
-            for block in lane.blocks
-        )
+        drawn.append(tag("p", tag("b", lane.label), " ", tag("span", lane.facts), class_="name"))
+        rects = (_rect(doing_class(b), b.start_s, b.seconds, whole, lane.height) for b in lane.blocks)
         drawn.append(
             tag(
                 "svg",
@@ -296,13 +290,13 @@ def timeline(predicted: Chart, measured: Chart | None = None) -> Html:
                 data_lane=k,
                 height=lane.height,
                 role="img",
-                aria_label=words,
+                aria_label=f"{lane.label}: {lane.facts}",
             )
         )
     told = {
         "step_s": whole,
         "lanes": [[lane.label, [_told(block, strings) for block in lane.blocks]] for lane in lanes],
-        "layers": [[name, start, end] for name, start, end in layers_of(predicted.busiest)],
+        "layers": [[name, start, end] for name, start, end in layers],
     }
     told["strings"] = [*strings]
     scroller = tag(
@@ -321,11 +315,11 @@ def _lanes(predicted: Chart, measured: Chart | None) -> Iterator[_Lane]:
     found = {strip.label: strip for strip in measured.strips[:_MOST_MEASURED]} if measured else {}
     for strip in predicted.strips:
         title = "predicted" if measured else ""
-        yield _Lane(strip.label, facts(strip, predicted.step_s, title), strip.blocks, _LANE, title)
+        yield _Lane(strip.label, facts_of(strip, predicted.step_s, title), strip.blocks, _LANE, title)
         for name in strip.devices:
             if name in found and measured is not None:
                 mine = found[name]
-                yield _Lane(name, facts(mine, measured.step_s, "recorded"), mine.blocks, _LANE, "measured")
+                yield _Lane(name, facts_of(mine, measured.step_s, "recorded"), mine.blocks, _LANE, "measured")
     for title, chart in (("predicted", predicted), ("recorded", measured)):
         if chart is not None and chart.network:
             said = f"{title}, " if measured else ""
@@ -334,15 +328,11 @@ def _lanes(predicted: Chart, measured: Chart | None) -> Iterator[_Lane]:
             yield _Lane("network", busy, chart.network, _NETWORK, title if measured else "")
 
 
-def facts(strip: Strip, step_s: float, title: str = "") -> str:
+def facts_of(strip: Strip, step_s: float, title: str = "") -> str:
     """What a strip adds up to."""
     told = [title] if title else []
-    for words, doing in (
-        ("computes", (COMPUTE,)),
-        ("sends", (BLOCKED, EXPOSED)),
-        ("waits", (WAITING,)),
-        ("idle", (IDLE,)),
-    ):
+    does = {"computes": (COMPUTE,), "sends": (BLOCKED, EXPOSED), "waits": (WAITING,), "idle": (IDLE,)}
+    for words, doing in does.items():
         part = strip.seconds(*doing) / step_s if step_s else 0.0
         if part or words == "computes":
             told.append(f"{words} {percent(part)}")
@@ -397,11 +387,7 @@ def _told(block: ChartBlock, strings: dict[str, int]) -> list[float]:
         what = block.what or block.doing
     more.append(block.phase if block.doing in (COMPUTE, WAITING, IDLE) else f"{block.phase}, {kind[block.doing]}")
     numbers = [strings.setdefault(text, len(strings)) for text in (what, "  ·  ".join(more))]
-    return [_short(block.start_s), _short(block.seconds), *numbers]
-
-
-def _short(seconds: float) -> float:
-    return float(f"{seconds:.6g}")
+    return [*(float(f"{seconds:.6g}") for seconds in (block.start_s, block.seconds)), *numbers]
 
 
 def _axis(whole: float) -> Html:
@@ -426,35 +412,17 @@ def ticks(whole: float, most: int = 8) -> list[float]:
     return [float(f"{k * gap:.12g}") for k in range(int(whole / gap * (1 - 1e-9)) + 1)]
 
 
-def _phases(chart: Chart, whole: float, title: str) -> Html:
+def _named_row(class_: str, parts: Iterable[tuple[str, str, float, float]], whole: float) -> Html:
+    """A row of parts (name, class, start, end), each with its name where there is room."""
     drawn: list[Html] = []
-    for phase, start, end in chart.phases:
-        if end > start:
-            drawn.append(tag("rect", class_=phase, x=_at(start, whole), width=_at(end - start, whole), height=_ROW))
-            if (end - start) / whole > 0.08:
-                words = f"{title}{phase} {seconds_text(end - start)}"
-                drawn.append(tag("text", words, x=_at(start, whole), dx="5", y="11"))
-    words = ", ".join(f"{phase} {seconds_text(end - start)}" for phase, start, end in chart.phases)
-    return tag("svg", *drawn, class_="phases", height=_ROW, role="img", aria_label=f"{title}phases: {words}")
-
-
-def _layers(chart: Chart, whole: float) -> Html:
-    """Which part of the model the busiest devices are at."""
-    drawn: list[Html] = []
-    for k, (name, start, end) in enumerate(layers_of(chart.busiest)):
-        drawn.append(
-            tag(
-                "rect",
-                class_="odd" if k % 2 else "even",
-                x=_at(start, whole),
-                width=_at(end - start, whole),
-                height=_ROW,
-            )
-        )
-        # For a width at which most pages are printed; the script does it for the width there is.
+    spans = [part for part in parts if part[3] > part[2]]
+    for name, kind, start, end in spans:
+        drawn.append(_rect(kind, start, end - start, whole, _ROW))
+        # For a width at which most pages are printed; the script names layers for the width there is.
         if (end - start) / whole * 900 > 6.5 * len(name) + 6:
-            drawn.append(tag("text", name, x=_at(start, whole), dx="3", y="11"))
-    return tag("svg", *drawn, class_="layers", height=_ROW, aria_hidden="true")
+            drawn.append(tag("text", name, x=_at(start, whole), dx="4", y="11"))
+    words = ", ".join(name for name, *_ in spans)
+    return tag("svg", *drawn, class_=class_, height=_ROW, role="img", aria_label=f"{class_}: {words}")
 
 
 _NUMBERED = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import resources
 from itertools import groupby
 
@@ -181,34 +181,22 @@ def _devices_text(plan: Plan) -> str:
 # Time
 
 
+_RECORDING = "Recording takes time itself: a step that was only timed is shorter."
+_TOOLS = Html("""
+<div class="tools">
+<output id="readout" aria-live="polite">Point at a block, or focus the timeline and press an arrow key.</output>
+<div class="buttons">
+<button type="button" data-zoom="out" aria-label="Zoom out">−</button>
+<button type="button" data-zoom="in" aria-label="Zoom in">+</button>
+<button type="button" data-zoom="all" aria-label="Show the whole step">All</button>
+</div></div>""")
+_KEYS = Html("""
+<p id="keys" class="hint">Keys, once the timeline is focused: <kbd>+</kbd><kbd>−</kbd> zoom, <kbd>0</kbd> shows all,
+<kbd>←</kbd><kbd>→</kbd> go from block to block, <kbd>↑</kbd><kbd>↓</kbd> from lane to lane.
+With a mouse: Ctrl and wheel zoom, dragging moves.</p>""")
+
+
 def _time_section(predicted: Chart, measured: Chart | None) -> Html:
-    keys = tag(
-        "p",
-        "Keys, once the timeline is focused: ",
-        *_keys(("+", "−"), " zoom, "),
-        *_keys(("0",), " shows all, "),
-        *_keys(("←", "→"), " go from block to block, "),
-        *_keys(("↑", "↓"), " from lane to lane. With a mouse: Ctrl and wheel zoom, dragging moves."),
-        id="keys",
-        class_="hint",
-    )
-    tools = tag(
-        "div",
-        tag(
-            "output",
-            "Point at a block, or focus the timeline and press an arrow key.",
-            id="readout",
-            aria_live="polite",
-        ),
-        tag(
-            "div",
-            tag("button", "−", type="button", data_zoom="out", aria_label="Zoom out"),
-            tag("button", "+", type="button", data_zoom="in", aria_label="Zoom in"),
-            tag("button", "All", type="button", data_zoom="all", aria_label="Show the whole step"),
-            class_="buttons",
-        ),
-        class_="tools",
-    )
     words = words_list(time_words(predicted))
     if measured is not None:
         words = tag(
@@ -221,36 +209,28 @@ def _time_section(predicted: Chart, measured: Chart | None) -> Html:
         "time",
         "A step in time",
         words,
-        tag("figure", tools, timeline(predicted, measured), _legend(predicted, measured), keys, class_="time"),
+        tag("figure", _TOOLS, timeline(predicted, measured), _legend(predicted, measured), _KEYS, class_="time"),
         tag("h3", "Where the time goes"),
         _spent(predicted, "predicted"),
         _spent(measured, "recorded") if measured else None,
-        tag("p", "Recording takes time itself: a step that was only timed is shorter.", class_="hint")
-        if measured
-        else None,
+        tag("p", _RECORDING, class_="hint") if measured else None,
     )
 
 
-def _keys(names: Iterable[str], words: str) -> Iterator[str]:
-    for name in names:
-        yield tag("kbd", name)
-    yield words
+_LEGEND = {
+    BLOCKED: "send, all wait",
+    EXPOSED: "send that did not hide",
+    HIDDEN: "send behind computation",
+    WAITING: "waits for others",
+    IDLE: "nothing recorded",
+}
 
 
-def _legend(predicted: Chart, measured: Chart | None) -> Html:
-    charts = [chart for chart in (predicted, measured) if chart]
-    seen = {block.doing for chart in charts for strip in chart.strips for block in strip.blocks}
+def _legend(*charts: Chart | None) -> Html:
+    lanes = [lane for chart in charts if chart for lane in (chart.network, *(strip.blocks for strip in chart.strips))]
+    seen = {block.doing for lane in lanes for block in lane}
     entries = [("fwd", "compute, forward"), ("bwd", "backward"), ("opt", "optimizer")]
-    if BLOCKED in seen:
-        entries.append(("blocked", "send, all wait"))
-    if EXPOSED in seen:
-        entries.append(("exposed", "send that did not hide"))
-    if any(block.doing == HIDDEN for chart in charts for block in chart.network):
-        entries.append(("hidden", "send behind computation"))
-    if WAITING in seen:
-        entries.append(("waiting", "waits for others"))
-    if IDLE in seen:
-        entries.append(("idle", "nothing recorded"))
+    entries += [(doing, words) for doing, words in _LEGEND.items() if doing in seen]
     return tag("ul", *(tag("li", swatch(kind), words) for kind, words in entries), class_="legend")
 
 
