@@ -269,7 +269,8 @@ def segment_tables(plan: Plan) -> Iterator[Table]:
 
 def segment_words(plan: Plan) -> str:
     parts = len(segment_rows(plan))
-    return f"{parts} {'part of the model has' if parts == 1 else 'parts of the model have'} shares of their own"
+    words = "part of the model has shares of its own" if parts == 1 else "parts of the model have shares of their own"
+    return f"{parts} {words}"
 
 
 def kinds_table(cluster: Cluster) -> Table:
