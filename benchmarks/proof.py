@@ -363,8 +363,7 @@ def timeline_of(plan: Plan) -> Timeline:
     kinds = (replace(kind, name=f"{kind.node} {kind.name}"[:100]) for kind in plan.on.kinds)
     on = replace(plan.on, kinds=tuple(kinds))
     costs = Costs(plan.graph, on, optimizer_named(plan.optimizer))
-    schedule = plan.laid_out(costs)
-    return run(schedule, costs.network, Scale(on, plan.shares), events=True)
+    return run(plan.priced(costs), costs.network, Scale(on, plan.shares), events=True)
 
 
 def compact(timeline: Timeline) -> dict[str, list[list[float]]]:

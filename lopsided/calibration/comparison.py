@@ -35,7 +35,7 @@ from lopsided.cluster.collectives import COLLECTIVES
 from lopsided.planner.plan_data import Plan
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Costs, Cut, Scale, optimizer_named
-from lopsided.schedule.layout import Compute, Schedule
+from lopsided.schedule.pricing import Computed, PricedStep
 
 BETWEEN = "between ops"
 DRAG = "drag of sending"
@@ -102,13 +102,13 @@ class Comparison:
 def confront(run: Run) -> Comparison:
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
-    schedule = plan.laid_out(costs)
+    priced = plan.priced(costs)
     bare = Costs(plan.graph, _without_overhead(plan.on), optimizer_named(plan.optimizer))
-    ops = plan.laid_out(bare)
-    step = timeline.run(schedule, costs.network, Scale(plan.on, plan.shares))
+    ops = plan.priced(bare)
+    step = timeline.run(priced, costs.network, Scale(plan.on, plan.shares))
     classes = {node.name: op_class(node.op) for node in plan.graph.nodes}
     computed = tuple(
-        tuple(_device_lines(_Predicted(schedule, ops, step), plan, number, device, classes))
+        tuple(_device_lines(_Predicted(priced, ops, step), plan, number, device, classes))
         for number, device in enumerate(run.devices)
     )
     busy = tuple(
@@ -147,17 +147,13 @@ def op_class(op: str) -> str:
 class _Predicted:
     """The step as it was priced, the same without what lies around ops, and how it runs."""
 
-    schedule: Schedule
-    ops: Schedule
+    priced: PricedStep
+    ops: PricedStep
     step: timeline.Timeline
 
 
 def _without_overhead(cluster: Cluster) -> Cluster:
     return replace(cluster, kinds=tuple(replace(kind, overhead_s=0.0) for kind in cluster.kinds))
-
-
-def _computes(schedule: Schedule) -> list[Compute]:
-    return [item for item in (*schedule.forward, *schedule.backward) if isinstance(item, Compute)]
 
 
 def _device_lines(
@@ -166,33 +162,31 @@ def _device_lines(
     kind = next(k for k, (start, stop) in enumerate(plan.on.spans) if start <= number < stop)
     predicted: dict[str, float] = {}
     times: dict[str, int] = {}
-    schedule = told.schedule
+    priced = told.priced
 
-    def seconds(item: Compute) -> float:
+    def seconds(item: Computed) -> float:
         return item.seconds[kind].at(fraction_of(plan, item.cut, number))
 
-    for item in _computes(told.ops):
+    for item in told.ops.computes:
         what = classes[item.node]
         predicted[what] = predicted.get(what, 0.0) + seconds(item)
         times[what] = times.get(what, 0) + 1
-    all_s, ops_s = sum(map(seconds, _computes(schedule))), sum(predicted.values())
-    predicted[BETWEEN] = min(plan.on.kinds[kind].overhead_s * len(_computes(schedule)), all_s - ops_s)
+    all_s, ops_s = sum(map(seconds, priced.computes)), sum(predicted.values())
+    predicted[BETWEEN] = min(plan.on.kinds[kind].overhead_s * len(priced.computes), all_s - ops_s)
     predicted[CONVERSIONS] = all_s - ops_s - predicted[BETWEEN]
     # Of the largest device of its kind, as the simulation has it.
-    largest_s = sum(item.seconds[kind].at(f) for item, f in _largest(schedule, plan, kind))
+    largest_s = sum(item.seconds[kind].at(f) for item, f in _largest(priced, plan, kind))
     if (drag := told.step.lanes[kind].compute_s - largest_s) > 1e-9:
         predicted[DRAG] = drag
-    predicted[OPTIMIZER] = sum(
-        item.seconds[kind].at(fraction_of(plan, item.cut, number)) for item in schedule.optimizer
-    )
+    predicted[OPTIMIZER] = sum(item.seconds[kind].at(fraction_of(plan, item.cut, number)) for item in priced.updates)
     measured = measured_classes(device, classes)
     for what in {**predicted, **measured}:
         yield ComparisonLine(what, predicted.get(what, 0.0), measured.get(what, 0.0), times.get(what, 1))
 
 
-def _largest(schedule: Schedule, plan: Plan, kind: int) -> Iterator[tuple[Compute, float]]:
+def _largest(priced: PricedStep, plan: Plan, kind: int) -> Iterator[tuple[Computed, float]]:
     scale = Scale(plan.on, plan.shares)
-    return ((item, scale.fractions(item.cut)[kind]) for item in _computes(schedule))
+    return ((item, scale.fractions(item.cut)[kind]) for item in priced.computes)
 
 
 def fraction_of(plan: Plan, cut: Cut | None, number: int) -> float:

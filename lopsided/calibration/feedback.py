@@ -21,7 +21,7 @@ from lopsided.cluster.collectives import COLLECTIVES, Algorithm, Network
 from lopsided.cluster.devices import Kind, Link, Measured, Points
 from lopsided.schedule.cost import Affine, Costs, optimizer_named, update_call
 from lopsided.schedule.flops import call_text
-from lopsided.schedule.layout import Schedule
+from lopsided.schedule.pricing import PricedStep
 
 _MOST = 20.0
 """No figure is changed by more than this: what is further off was not what the plan meant."""
@@ -60,12 +60,12 @@ def learnt(run: Run) -> Calibrated:
     """`fed_back`, and what was corrected."""
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
-    schedule = plan.laid_out(costs)
+    priced = plan.priced(costs)
     corrections: list[Correction] = []
     tables: dict[tuple[str, str], _Table] = {}
     alike: dict[str, _Table] = {}  # for devices that the plan left out
     for number, kind in enumerate(plan.on.kinds):
-        calls = [*_calls(run, costs, schedule, number)]
+        calls = [*_calls(run, costs, priced, number)]
         table, told = _table(kind, calls, plan.optimizer)
         tables[kind.node, kind.name] = alike[kind.likeness] = (table, kind.crowding)
         corrections += told
@@ -123,7 +123,7 @@ class _Seen:
     times: int = 1
 
 
-def _calls(run: Run, costs: Costs, schedule: Schedule, kind: int) -> Iterator[_Seen]:
+def _calls(run: Run, costs: Costs, priced: PricedStep, kind: int) -> Iterator[_Seen]:
     plan = run.plan
     devices = range(*plan.on.spans[kind])
     medians = [median_by_node(run.devices[device]) for device in devices]
@@ -133,14 +133,14 @@ def _calls(run: Run, costs: Costs, schedule: Schedule, kind: int) -> Iterator[_S
             continue
         cost = costs.op(step.node, step.rule)
         text = call_text(step.node, plan.graph.values, step.rule.how)
-        for backward, priced, runs in ((False, cost.forward, cost.forwards), (True, cost.backward, 1)):
+        for backward, line_of, runs in ((False, cost.forward, cost.forwards), (True, cost.backward, 1)):
             name = f"∂{step.node.name}" if backward else step.node.name
             seen = [seconds for table in medians if (seconds := table.get(name))]
             if len(seen) < len(medians):
                 continue
             # What lies around a call is not the call's.
             extra = plan.on.kinds[kind].overhead_s
-            line = replace(priced[kind], constant=max(priced[kind].constant - extra, 0.0))
+            line = replace(line_of[kind], constant=max(line_of[kind].constant - extra, 0.0))
             predicted = statistics.fmean(runs * line.at(fraction_of(plan, cost.cut, device)) for device in devices)
             taken = max(statistics.fmean(seen) - runs * extra, 0.0)
             one = _Seen(text, backward, line, cost.cut is not None, predicted, taken)
@@ -148,17 +148,17 @@ def _calls(run: Run, costs: Costs, schedule: Schedule, kind: int) -> Iterator[_S
     for same in found.values():
         was, now = sum(one.was_s for one in same), sum(one.is_s for one in same)
         yield replace(same[0], was_s=was, is_s=now, times=len(same))
-    yield from _updates(run, schedule, kind, medians)
+    yield from _updates(run, priced, kind, medians)
 
 
-def _updates(run: Run, schedule: Schedule, kind: int, medians: Sequence[Mapping[str, float]]) -> Iterator[_Seen]:
+def _updates(run: Run, priced: PricedStep, kind: int, medians: Sequence[Mapping[str, float]]) -> Iterator[_Seen]:
     plan = run.plan
     start, stop = plan.on.spans[kind]
     taken = [table[OPTIMIZER] for table in medians if table.get(OPTIMIZER)]
-    if len(taken) < len(medians) or not schedule.optimizer:
+    if len(taken) < len(medians) or not priced.updates:
         return
     predicted = statistics.fmean(
-        sum(item.seconds[kind].at(fraction_of(plan, item.cut, device)) for item in schedule.optimizer)
+        sum(item.seconds[kind].at(fraction_of(plan, item.cut, device)) for item in priced.updates)
         for device in range(start, stop)
     )
     yield _Seen(OPTIMIZER, False, Affine(0.0, 0.0), True, predicted, statistics.fmean(taken))

@@ -24,7 +24,6 @@ from lopsided.planner.candidates import memory_limits
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.planner import baselines_of, predict
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.schedule.layout import Compute
 from lopsided.schedule.memory import holdings
 from lopsided.schedule.timeline import run
 
@@ -34,8 +33,7 @@ _WORTH = 0.99  # times the step with the shares there are: what gains less is no
 
 def computing_s(plan: Plan) -> tuple[float, ...]:
     """What each device of a plan is predicted to compute in a pass there and back, in seconds."""
-    schedule = plan.laid_out(Costs(plan.graph, plan.on, optimizer_named(plan.optimizer)))
-    items = [item for item in (*schedule.forward, *schedule.backward) if isinstance(item, Compute)]
+    items = plan.priced(Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))).computes
     return tuple(
         sum(item.seconds[number].at(fraction_of(plan, item.cut, device)) for item in items)
         for number, span in enumerate(plan.on.spans)
@@ -65,16 +63,16 @@ def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
 
     on, cluster, kept = paced(plan.on), paced(plan.cluster), optimizer_named(plan.optimizer)
     costs = Costs(plan.graph, on, kept)
-    schedule = plan.laid_out(costs)
+    priced = plan.priced(costs)
 
     def step_of(shares: Shares) -> float:
-        return run(schedule, costs.network, Scale(on, shares)).step_s
+        return run(priced, costs.network, Scale(on, shares)).step_s
 
     try:
         shares = balance(
-            schedule,
+            priced,
             # The step that works with most is that of the device with the largest share.
-            holdings(plan.program, kept, regather=plan.regather, devices=max(round(1 / max(plan.shares.work)), 1)),
+            holdings(plan.schedule, kept, devices=max(round(1 / max(plan.shares.work)), 1)),
             on,
             costs.network,
             reference=plan.shares,

@@ -48,6 +48,7 @@ class Span:
     bytes: int = 0
     largest: float = 1.0  # devices × the largest piece's part of the whole
     waited_s: float = 0.0
+    item: str = ""  # id in the plan's schedule, if it is something of that
 
     @property
     def seconds(self) -> float:
@@ -139,7 +140,12 @@ def run_text(run: Run) -> str:
 
 def _row(span: Span) -> str:
     fields = (f"{span.start_s:.7f}", f"{span.end_s:.7f}", span.lane, span.collective or "-", span.way or "-")
-    return " ".join((*fields, str(span.bytes), f"{span.largest:.6g}", f"{span.waited_s:.7f}", span.what))
+    return " ".join((*fields, str(span.bytes), f"{span.largest:.6g}", f"{span.waited_s:.7f}", _named(span)))
+
+
+def _named(span: Span) -> str:
+    """What it is, and behind a tab the id of its item: either may have spaces."""
+    return f"{span.what}\t{span.item}" if span.item else span.what
 
 
 def parse_run(text: str, where: str = "run", namespaces: Collection[str] = ()) -> Run:
@@ -175,7 +181,8 @@ def _span(row: str, step: Fields) -> Span:
     try:
         start_s, end_s, largest, waited_s = (float(parts[k]) for k in (0, 1, 6, 7))
         size = int(parts[5])
-        lane, collective, way, what = (parts[k] for k in (2, 3, 4, 8))
+        lane, collective, way, named = (parts[k] for k in (2, 3, 4, 8))
+        what, _, item = named.partition("\t")
     except (IndexError, ValueError):
         raise step.refuse(f"a span reads {row[:80]!r}", "run it anew") from None
     numbers = (start_s, end_s - start_s, largest, waited_s, size)
@@ -191,4 +198,5 @@ def _span(row: str, step: Fields) -> Span:
         size,
         largest,
         waited_s,
+        item,
     )

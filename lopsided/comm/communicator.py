@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,25 @@ _WAYS = {
     "all_gather": ("padded", "grouped", "all_to_all"),
     "reduce_scatter": ("padded", "grouped", "all_to_all"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a collective is for: words to be read, and the id of the schedule's item that it carries out."""
+
+    text: str
+    item: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+What = str | Label
+
+
+def as_label(what: What) -> Label:
+    return what if isinstance(what, Label) else Label(what)
+
 
 About = tuple[str, str, int, float]
 """Of a collective: which, which way, bytes of the whole tensor, and how large the largest piece is."""
@@ -69,7 +89,7 @@ class Handle:
     def __init__(
         self,
         wire: Communicator,
-        what: str,
+        what: What,
         result: Tensor,
         works: Sequence[PendingWork] = (),
         then: Sequence[Callable[[], object]] = (),
@@ -127,7 +147,7 @@ class Communicator:
             self._lane = GlooBackend(group, torch.device("cpu"), timeout, pinned=True)
             self._ferry = HostStaging(self._lane, device)
 
-    def all_reduce(self, flat: Tensor, *, what: str = "", way: str = "") -> Handle:
+    def all_reduce(self, flat: Tensor, *, what: What = "", way: str = "") -> Handle:
         """The sum over all devices, in place."""
         if self.size == 1 or not flat.numel():
             return Handle(self, what, flat)
@@ -135,7 +155,7 @@ class Communicator:
         about = ("all_reduce", way, flat.nbytes, 1.0)
         return self._in_place(what, flat, lambda lane, _, target: (lane.all_reduce(target, way), None), about)
 
-    def maximum(self, flat: Tensor, *, what: str = "") -> Handle:
+    def maximum(self, flat: Tensor, *, what: What = "") -> Handle:
         """The largest over all devices, in place."""
         if self.size == 1 or not flat.numel():
             return Handle(self, what, flat)
@@ -143,7 +163,7 @@ class Communicator:
         return self._in_place(what, flat, lambda lane, _, target: (lane.maximum(target), None), about)
 
     def all_gather(
-        self, piece: Tensor, counts: Sequence[int], *, what: str = "", way: str = "", out: Tensor | None = None
+        self, piece: Tensor, counts: Sequence[int], *, what: What = "", way: str = "", out: Tensor | None = None
     ) -> Handle:
         """All devices' pieces in the order of their ranks, of `counts` elements each; in `out` if that is given.
 
@@ -168,7 +188,7 @@ class Communicator:
         about = ("all_gather", way, whole.nbytes, largest)
         return self._begin(what, whole, lambda lane, a, b: lane.all_gather(a, b, sizes, way), source, target, about)
 
-    def reduce_scatter(self, whole: Tensor, counts: Sequence[int], *, what: str = "", way: str = "") -> Handle:
+    def reduce_scatter(self, whole: Tensor, counts: Sequence[int], *, what: What = "", way: str = "") -> Handle:
         """Of the sum over all devices this one's piece, of `counts[rank]` elements. `whole` stays as it is."""
         total, count = self._total(counts, what), counts[self.rank]
         self._check(whole, total, what)
@@ -191,8 +211,21 @@ class Communicator:
         target = self._empty(count, source.dtype)
         return self._begin(what, piece, run, source, target, about, (lambda: piece.copy_(target),))
 
-    def all_to_all(self, send: Tensor, give: Sequence[int], take: Sequence[int], *, what: str = "") -> Handle:
-        """`give[r]` elements, in the order of the ranks, go to each rank r, and `take[r]` come from it."""
+    def all_to_all(
+        self,
+        send: Tensor,
+        give: Sequence[int],
+        take: Sequence[int],
+        *,
+        what: What = "",
+        whole_bytes: int = 0,
+        largest: float = 1.0,
+    ) -> Handle:
+        """`give[r]` elements, in the order of the ranks, go to each rank r, and `take[r]` come from it.
+
+        Nobody here knows how large the others' parts are. Who does says so, to be recorded: bytes of all parts
+        together, and devices × the largest part of them.
+        """
         self._check(send, self._total(give, what), what)
         if self.size == 1:
             return Handle(self, what, send)
@@ -200,11 +233,11 @@ class Communicator:
         taken = self._empty(self._total(take, what), send.dtype)
         source, target = _movable(send), _movable(taken)
         given, came = _sizes(give, send), _sizes(take, send)
-        # Nobody knows how large the others' parts are: this is as if all had as much.
-        about = ("all_to_all", "direct", max(send.nbytes, taken.nbytes) * self.size, 1.0)
+        whole_bytes = whole_bytes or max(send.nbytes, taken.nbytes) * self.size  # as if all had as much
+        about = ("all_to_all", "direct", whole_bytes, largest)
         return self._begin(what, taken, lambda lane, a, b: lane.all_to_all(a, b, given, came), source, target, about)
 
-    def broadcast(self, flat: Tensor, source: int, *, what: str = "") -> Handle:
+    def broadcast(self, flat: Tensor, source: int, *, what: What = "") -> Handle:
         """What rank `source` has, in place."""
         if self.size == 1 or not flat.numel():
             return Handle(self, what, flat)
@@ -214,7 +247,7 @@ class Communicator:
             what, flat, lambda lane, _, target: (lane.broadcast(target, source), None), moved, moved, about
         )
 
-    def _in_place(self, what: str, flat: Tensor, run: Run, about: About) -> Handle:
+    def _in_place(self, what: What, flat: Tensor, run: Run, about: About) -> Handle:
         self.sent_bytes += 2 * flat.nbytes * (self.size - 1) // self.size
         held, summed = flat.detach(), _summable(flat, what)
         if summed.dtype == flat.dtype:
@@ -223,7 +256,7 @@ class Communicator:
 
     def _begin(
         self,
-        what: str,
+        what: What,
         result: Tensor,
         run: Run,
         source: Tensor,
@@ -231,10 +264,10 @@ class Communicator:
         about: About,
         then: Sequence[Callable[[], object]] = (),
     ) -> Handle:
-        what = what or "a collective"
+        what = as_label(what or "a collective")
         sent = None
         if self.recorder is not None and (self._ferry is not None or self.device.type == "cpu"):
-            sent = self.recorder.starts(what, *about)
+            sent = self.recorder.starts(what.text, *about, item=what.item)
         if self._ferry is not None:
             crossing = self._ferry.cross(run, source, target, sent.begins if sent is not None else None)
             if sent is not None:
@@ -250,10 +283,10 @@ class Communicator:
             works = self.recorder.follow(sent, works)
         return Handle(self, what, result, works, then if finish is None else (finish, *then), sent)
 
-    def _stand(self, works: Sequence[PendingWork], what: str, sent: Sent | None) -> None:
+    def _stand(self, works: Sequence[PendingWork], what: What, sent: Sent | None) -> None:
         """Wait for them, and say who is to blame if that fails."""
         if self.watch is not None:
-            self.watch.entering(what)
+            self.watch.entering(str(what))
         since = time.perf_counter()
         try:
             with self.recorder.standing(sent) if self.recorder is not None else nullcontext():
@@ -268,9 +301,9 @@ class Communicator:
             if self.watch is not None:
                 self.watch.left()
 
-    def _explain(self, error: RuntimeError, what: str) -> RankError:
+    def _explain(self, error: RuntimeError, what: What) -> RankError:
         if self.watch is not None:
-            return self.watch.explain(error, what)
+            return self.watch.explain(error, str(what))
         said = next(iter(str(error).splitlines()), type(error).__name__)
         return RankError(
             f"{what} did not finish: {said}",
@@ -291,16 +324,16 @@ class Communicator:
         carried = max(counts) * self.size if way == "padded" else total
         self.sent_bytes += itemsize * (direct if way == "all_to_all" else carried * (self.size - 1) // self.size)
 
-    def _total(self, counts: Sequence[int], what: str) -> int:
+    def _total(self, counts: Sequence[int], what: What) -> int:
         if len(counts) != self.size:
             raise self._disagreement(f"{len(counts)} counts for {self.size} devices", what)
         return sum(counts)
 
-    def _check(self, tensor: Tensor, count: int, what: str) -> None:
+    def _check(self, tensor: Tensor, count: int, what: What) -> None:
         if tensor.numel() != count:
             raise self._disagreement(f"{tensor.numel()} elements where {count} were agreed on", what)
 
-    def _disagreement(self, found: str, what: str) -> WorldError:
+    def _disagreement(self, found: str, what: What) -> WorldError:
         return WorldError(
             f"{what or 'a collective'}: {found}",
             where=f"rank {self.rank} of {self.size}",
@@ -335,7 +368,7 @@ def _sizes(counts: Sequence[int], flat: Tensor) -> list[int]:
     return list(counts) if flat.dtype in _KNOWN else [count * flat.itemsize for count in counts]
 
 
-def _summable(flat: Tensor, what: str) -> Tensor:
+def _summable(flat: Tensor, what: What) -> Tensor:
     """The same values in a dtype that every backend adds up without losing more than its own would."""
     flat = flat.detach()
     if flat.dtype in _KNOWN:

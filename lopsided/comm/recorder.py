@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -32,6 +32,7 @@ DIGITS = 7  # of seconds in a file
 _IDLE = ""
 
 Stamp = float | torch.cuda.Event
+_Mark = tuple[str, str, Stamp]  # what, the id of its item, since when
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class Sent:
     start_s: float
     end_s: float = 0.0
     waited_s: float = 0.0
+    item: str = ""  # id in the schedule
 
     def begins(self) -> None:
         """What is sent is computed only now."""
@@ -60,7 +62,7 @@ class Sent:
 class _Step:
     start: Stamp
     end: Stamp
-    marks: list[tuple[str, Stamp]] = field(default_factory=list)
+    marks: list[_Mark] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
 
 
@@ -69,8 +71,8 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.is_noting = device, False
-        self._going_on = _IDLE
-        self._marks: list[tuple[str, Stamp]] = []
+        self._going_on = (_IDLE, "")
+        self._marks: list[_Mark] = []
         self._sent: list[Sent] = []
         self._steps: list[_Step] = []
         self._last: Stamp | None = None
@@ -85,10 +87,10 @@ class Recorder:
 
     # What is computed
 
-    def mark(self, what: str) -> None:
-        """From here on this is computed."""
-        self._going_on = what
-        self._marks.append((what, self._stamp()))
+    def mark(self, what: str, item: str = "") -> None:
+        """From here on this is computed: the schedule's item of this id, if it is one."""
+        self._going_on = (what, item)
+        self._marks.append((what, item, self._stamp()))
 
     def idle(self) -> None:
         self.mark(_IDLE)
@@ -101,11 +103,11 @@ class Recorder:
         try:
             yield
         finally:
-            self.mark(before)
+            self.mark(*before)
 
     def mark_backward(self, node: str, result: Tensor) -> None:
         if result.requires_grad:
-            result.register_hook(lambda _: self.mark(f"∂{node}"))
+            result.register_hook(lambda _: self.mark(f"∂{node}", f"∂{node}"))
 
     def _stamp(self) -> Stamp:
         if self.device.type != "cuda":
@@ -116,8 +118,8 @@ class Recorder:
 
     # What is sent
 
-    def starts(self, what: str, collective: str, way: str, size: int, largest: float) -> Sent:
-        sent = Sent(what, collective, way, size, largest, time.perf_counter())
+    def starts(self, what: str, collective: str, way: str, size: int, largest: float, item: str = "") -> Sent:
+        sent = Sent(what, collective, way, size, largest, time.perf_counter(), item=item)
         self._sent.append(sent)
         return sent
 
@@ -136,7 +138,7 @@ class Recorder:
             if sent is not None:
                 sent.arrived()
                 sent.waited_s += time.perf_counter() - since
-            self.mark(before)
+            self.mark(*before)
 
     @contextmanager
     def handshaking(self) -> Iterator[None]:
@@ -151,7 +153,7 @@ class Recorder:
         now = self._stamp()
         if self._last is not None:
             self._steps.append(_Step(self._last, now, self._marks, self._sent))
-        self._last, self._marks, self._sent, self._going_on = now, [], [], _IDLE
+        self._last, self._marks, self._sent, self._going_on = now, [], [], (_IDLE, "")
 
     def finished(self) -> tuple[tuple[float, StepRun], ...]:
         """When every step began, on this host's clock, and the step."""
@@ -163,15 +165,15 @@ class Recorder:
     def _told(self, step: _Step) -> StepRun:
         start, end = self._seconds(step.start), self._seconds(step.end)
         spans = []
-        times = [(what, self._seconds(stamp) - start) for what, stamp in step.marks]
-        for (what, begins), (_, ends) in itertools.pairwise([*times, (_IDLE, end - start)]):
+        times = [(what, item, self._seconds(stamp) - start) for what, item, stamp in step.marks]
+        for (what, item, begins), (_, _, ends) in itertools.pairwise([*times, (_IDLE, "", end - start)]):
             if what != _IDLE:
-                spans.append(_span(COMPUTE, what, begins, ends))
+                spans.append(replace(_span(COMPUTE, what, begins, ends), item=item))
         for sent in step.sent:
             last = sent.end_s or sent.start_s
             span = _span(NETWORK, sent.what, sent.start_s - start, last - start)
             rest = (sent.collective, sent.way, sent.bytes, float(f"{sent.largest:.6g}"), round(sent.waited_s, DIGITS))
-            spans.append(Span(span.lane, span.what, span.start_s, span.end_s, *rest))
+            spans.append(Span(span.lane, span.what, span.start_s, span.end_s, *rest, sent.item))
         return StepRun(round(end - start, DIGITS), tuple(sorted(spans, key=lambda span: span.start_s)))
 
     def _seconds(self, stamp: Stamp) -> float:

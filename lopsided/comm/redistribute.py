@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lopsided.calibration.run_record import CONVERSIONS
 from lopsided.cluster.collectives import Network
-from lopsided.comm.communicator import Communicator, Handle
+from lopsided.comm.communicator import Communicator, Handle, What
 from lopsided.ir.placement import Placement, Shares, join_pieces, pieces_of, place_in_zeros, start_of, take_piece
 from lopsided.ops.simulated_devices import cotangent
 
@@ -101,7 +101,7 @@ class Redistributor:
 
     # One value
 
-    def move(self, part: Tensor, source: Placement, to: Placement, shape: Sequence[int], what: str = "") -> Tensor:
+    def move(self, part: Tensor, source: Placement, to: Placement, shape: Sequence[int], what: What = "") -> Tensor:
         """Change the placement of a value; no gradient."""
         if source == to or (source.is_whole and to.is_whole):
             return part
@@ -110,7 +110,7 @@ class Redistributor:
         with self.wire.recorder.during(CONVERSIONS):
             return self._moved(part, source, to, shape, what)
 
-    def _moved(self, part: Tensor, source: Placement, to: Placement, shape: Sequence[int], what: str) -> Tensor:
+    def _moved(self, part: Tensor, source: Placement, to: Placement, shape: Sequence[int], what: What) -> Tensor:
         if to.kind == "P":
             if source.is_whole:
                 return part if self.rank == 0 else torch.zeros_like(part)
@@ -123,88 +123,53 @@ class Redistributor:
             return self._gather(part, self.layout(source, shape), what)
         return self._reshard(part, self.layout(source, shape), self.layout(to, shape), what)
 
-    def _sum(self, part: Tensor, what: str) -> Tensor:
+    def _sum(self, part: Tensor, what: What) -> Tensor:
         # In place on a copy: the term itself may be needed elsewhere.
         total = part.clone(memory_format=torch.contiguous_format)
         self.wire.all_reduce(total.view(-1), what=what).wait()
         return total
 
-    def _gather(self, part: Tensor, layout: Layout, what: str) -> Tensor:
+    def _gather(self, part: Tensor, layout: Layout, what: What) -> Tensor:
         way = self.way("all_gather", _bytes(layout.shape, part), layout.largest)
         flat = self.wire.all_gather(_flat(part), layout.counts, what=what, way=way).wait()
         return flat.view(layout.shape) if layout.is_flat else layout.joined(flat.split(layout.counts))
 
-    def _scatter(self, part: Tensor, layout: Layout, what: str) -> Tensor:
+    def _scatter(self, part: Tensor, layout: Layout, what: What) -> Tensor:
         way = self.way("reduce_scatter", _bytes(layout.shape, part), layout.largest)
         flat = _flat(part) if layout.is_flat else torch.cat(layout.runs(part))
         handle = self.wire.reduce_scatter(flat, layout.counts, what=what, way=way)
         return handle.wait().view(layout.local_shapes[self.rank])
 
-    def _reshard(self, part: Tensor, source: Layout, to: Layout, what: str) -> Tensor:
-        largest = max(source.largest, to.largest)
-        if self.way("all_to_all", _bytes(source.shape, part), largest) == "gather":
-            return to.piece(self._gather(part, source, what), self.rank)
-        if source.placement.dim == to.placement.dim:
-            return self._recut(part, source, to, what)
-        given = [take_piece(part, to.placement, to.pieces, d).reshape(-1) for d in range(self.size)]
-        shapes = []
-        for shape in source.local_shapes:
-            local = list(shape)
-            local[to.placement.dim] = to.local_shapes[self.rank][to.placement.dim]
-            shapes.append(tuple(local))
-        taken = self._all_to_all(given, [math.prod(shape) for shape in shapes], what)
-        parts = [run.view(shape) for run, shape in zip(taken, shapes, strict=True)]
-        return join_pieces(parts, source.placement)
-
-    def _recut(self, part: Tensor, source: Layout, to: Layout, what: str) -> Tensor:
-        """From one cut of a dim to another cut of the same dim: everybody sends what the others now hold."""
-        dim, row = source.placement.dim, math.prod(source.shape) // max(source.shape[source.placement.dim], 1)
-        mine, wanted = source.indices(self.rank), to.indices(self.rank)
-        place = {index: k for k, index in enumerate(mine)}
-        given = []
-        for d in range(self.size):
-            rows = [place[index] for index in to.indices(d) if index in place]
-            given.append(part.index_select(dim, torch.tensor(rows, dtype=torch.long, device=part.device)).reshape(-1))
-        into = {index: k for k, index in enumerate(wanted)}
-        rows_from = [[into[index] for index in source.indices(d) if index in into] for d in range(self.size)]
-        taken = self._all_to_all(given, [len(rows) * row for rows in rows_from], what)
-        made = part.new_empty(to.local_shapes[self.rank])
-        for run, rows in zip(taken, rows_from, strict=True):
-            shape = list(made.shape)
-            shape[dim] = len(rows)
-            made.index_copy_(dim, torch.tensor(rows, dtype=torch.long, device=part.device), run.view(shape))
-        return made
-
-    def _all_to_all(self, given: Sequence[Tensor], take: list[int], what: str) -> tuple[Tensor, ...]:
-        give = [run.numel() for run in given]
-        taken: tuple[Tensor, ...] = (
-            self.wire.all_to_all(torch.cat(list(given)), give, take, what=what).wait().split(take)
-        )
-        return taken
+    def _reshard(self, part: Tensor, source: Layout, to: Layout, what: What) -> Tensor:
+        return self.start_reshard([part], [source], [to], what).wait()[0]
 
     # With gradients
 
-    def convert(self, part: Tensor, source: Placement, to: Placement, shape: Shape, what: str = "") -> Tensor:
-        """Change the placement of a value, forward and backward."""
+    def convert(
+        self, part: Tensor, source: Placement, to: Placement, shape: Shape, what: What = "", back: What = ""
+    ) -> Tensor:
+        """Change the placement of a value, forward and, under the label `back`, backward."""
         if source == to:
             return part
         if not (part.requires_grad and torch.is_grad_enabled()):
             return self.move(part, source, to, shape, what)
-        made: Tensor = _Convert.apply(self, source, to, shape, what, part)  # type: ignore[no-untyped-call]
+        made: Tensor = _Convert.apply(self, source, to, shape, (what, back or f"gradient of {what}"), part)  # type: ignore[no-untyped-call]
         return made
 
     # Several values at once
 
-    def start_gather(self, parts: Sequence[Tensor], layouts: Sequence[Layout], what: str) -> Gathering:
+    def start_gather(
+        self, parts: Sequence[Tensor], layouts: Sequence[Layout], what: What, *, way: str = ""
+    ) -> Gathering:
         """Gather several pieces (of one dtype) with one collective."""
         whole_bytes = sum(_bytes(layout.shape, parts[0]) for layout in layouts)
         skewed = sum(_bytes(layout.shape, parts[0]) * layout.largest for layout in layouts)
-        way = self.way("all_gather", whole_bytes, skewed / whole_bytes if whole_bytes else 1.0)
+        way = way or self.way("all_gather", whole_bytes, skewed / whole_bytes if whole_bytes else 1.0)
         flat = _flat(parts[0]) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         counts = [sum(layout.counts[d] for layout in layouts) for d in range(self.size)]
         return Gathering(self.wire.all_gather(flat, counts, what=what, way=way), counts, layouts)
 
-    def start_scatter(self, wholes: Sequence[Tensor], layouts: Sequence[Layout], what: str) -> Handle:
+    def start_scatter(self, wholes: Sequence[Tensor], layouts: Sequence[Layout], what: What) -> Handle:
         """Add up several whole tensors (of one dtype) over the devices, everybody keeping flat runs of its pieces."""
         whole_bytes = sum(whole.nbytes for whole in wholes)
         skewed = sum(w.nbytes * layout.largest for w, layout in zip(wholes, layouts, strict=True))
@@ -218,10 +183,31 @@ class Redistributor:
             flat = torch.cat([of_tensor[d] for d in range(self.size) for of_tensor in runs])
         return self.wire.reduce_scatter(flat, counts, what=what, way=way)
 
+    def start_reshard(
+        self, parts: Sequence[Tensor], sources: Sequence[Layout], targets: Sequence[Layout], what: What
+    ) -> Resharding | _GatheredAndCut:
+        """Change how several tensors (of one dtype) are cut, with one collective."""
+        both = [*zip(sources, targets, strict=True)]
+        sizes = [_bytes(source.shape, part) for source, part in zip(sources, parts, strict=True)]
+        whole_bytes = sum(sizes)
+        skewed = sum(n * max(a.largest, b.largest) for n, (a, b) in zip(sizes, both, strict=True))
+        largest = skewed / whole_bytes if whole_bytes else 1.0
+        if self.way("all_to_all", whole_bytes, largest) == "gather":
+            return _GatheredAndCut(self.start_gather(parts, sources, what, way="padded"), targets, self.rank)
+        reshards = [_Reshard(source, to, self.rank) for source, to in both]
+        given = [reshard.given(part) for reshard, part in zip(reshards, parts, strict=True)]
+        take = [[math.prod(reshard.shapes[d]) for reshard in reshards] for d in range(self.size)]
+        runs = [of_tensor[d] for d in range(self.size) for of_tensor in given]
+        give = [sum(of_tensor[d].numel() for of_tensor in given) for d in range(self.size)]
+        flat = torch.cat(runs)
+        counts = [sum(of_device) for of_device in take]
+        handle = self.wire.all_to_all(flat, give, counts, what=what, whole_bytes=whole_bytes, largest=largest)
+        return Resharding(handle, take, reshards)
+
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Several tensors on their way."""
+    """Several tensors on their way to being whole."""
 
     handle: Handle
     counts: Sequence[int]  # of elements, from each device
@@ -235,6 +221,87 @@ class Gathering:
             run.split([layout.counts[d] for layout in self.layouts]) for d, run in enumerate(flat.split(self.counts))
         ]
         return [layout.joined([runs[k] for runs in from_each]) for k, layout in enumerate(self.layouts)]
+
+
+class _Reshard:
+    """One tensor, from one cut of it to another: what a device gives to each other one, and what it makes of theirs."""
+
+    def __init__(self, source: Layout, to: Layout, rank: int) -> None:
+        self.source, self.to, self.rank = source, to, rank
+        self.recuts = source.placement.dim == to.placement.dim
+
+    def given(self, part: Tensor) -> list[Tensor]:
+        """A flat run for each device."""
+        devices = range(len(self.to.pieces))
+        if not self.recuts:
+            return [take_piece(part, self.to.placement, self.to.pieces, d).reshape(-1) for d in devices]
+        dim = self.source.placement.dim
+        place = {index: k for k, index in enumerate(self.source.indices(self.rank))}
+        rows = [[place[index] for index in self.to.indices(d) if index in place] for d in devices]
+        return [part.index_select(dim, _places(of, part)).reshape(-1) for of in rows]
+
+    @cached_property
+    def shapes(self) -> list[Shape]:
+        """Of what comes from each device."""
+        found = []
+        for d, shape in enumerate(self.source.local_shapes):
+            local = list(self.to.local_shapes[self.rank] if self.recuts else shape)
+            dim = self.to.placement.dim
+            local[dim] = len(self._into[d]) if self.recuts else self.to.local_shapes[self.rank][dim]
+            found.append(tuple(local))
+        return found
+
+    @cached_property
+    def _into(self) -> list[list[int]]:
+        """For each device, where along the dim what comes from it goes."""
+        place = {index: k for k, index in enumerate(self.to.indices(self.rank))}
+        devices = range(len(self.source.pieces))
+        return [[place[index] for index in self.source.indices(d) if index in place] for d in devices]
+
+    def made(self, runs: Sequence[Tensor]) -> Tensor:
+        parts = [run.view(shape) for run, shape in zip(runs, self.shapes, strict=True)]
+        if not self.recuts:
+            return join_pieces(parts, self.source.placement)
+        made = parts[0].new_empty(self.to.local_shapes[self.rank])
+        for part, places in zip(parts, self._into, strict=True):
+            made.index_copy_(self.to.placement.dim, _places(places, part), part)
+        return made
+
+
+def _places(of: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(of, dtype=torch.long, device=like.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Resharding:
+    """Several tensors on their way from one cut to another."""
+
+    handle: Handle
+    take: Sequence[Sequence[int]]  # elements of each tensor, from each device
+    reshards: Sequence[_Reshard]
+
+    def wait(self) -> list[Tensor]:
+        counts = [sum(of_device) for of_device in self.take]
+        runs = [
+            run.split(list(of_device))
+            for run, of_device in zip(self.handle.wait().split(counts), self.take, strict=True)
+        ]
+        return [reshard.made([of_device[k] for of_device in runs]) for k, reshard in enumerate(self.reshards)]
+
+
+@dataclass(frozen=True, slots=True)
+class _GatheredAndCut:
+    """Several tensors on their way to being whole, of which pieces are kept."""
+
+    gathering: Gathering
+    targets: Sequence[Layout]
+    rank: int
+
+    def wait(self) -> list[Tensor]:
+        return [to.piece(whole, self.rank) for to, whole in zip(self.targets, self.gathering.wait(), strict=True)]
+
+
+Moving = Gathering | Resharding | _GatheredAndCut
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -251,13 +318,19 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Redistributor, source: Placement, to: Placement, shape: Shape, what: str, part: Tensor
+        ctx: Any,
+        exchange: Redistributor,
+        source: Placement,
+        to: Placement,
+        shape: Shape,
+        labels: tuple[What, What],
+        part: Tensor,
     ) -> Tensor:
-        ctx.way = (exchange, source, to, shape, what)
-        return exchange.move(part, source, to, shape, what)
+        ctx.way = (exchange, source, to, shape, labels[1])
+        return exchange.move(part, source, to, shape, labels[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        exchange, source, to, shape, what = ctx.way
-        back = exchange.move(gradient, cotangent(to), cotangent(source), shape, f"gradient of {what}")
+        exchange, source, to, shape, label = ctx.way
+        back = exchange.move(gradient, cotangent(to), cotangent(source), shape, label)
         return None, None, None, None, None, back

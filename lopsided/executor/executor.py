@@ -1,7 +1,11 @@
-"""A program as one device runs it.
+"""A lowered step as one device runs it.
 
-In: a `Program`, an `Redistributor`, this device's random numbers. Out: `Executor`, whose `run` takes the leaves and
-returns the loss and the new buffers, differentiable.
+In: a `Schedule`, a `Redistributor`, this device's random numbers. Out: `Executor`, whose `run` takes the leaves and
+returns the loss and the new buffers, differentiable: autograd carries out the backward pass of the schedule.
+
+Forward, an instruction is an item. Backward, the order is that of the schedule, too: autograd runs functions in the
+reverse order of their making, gradients go by the schedule's buckets, and gathering again starts where the schedule has
+it.
 """
 
 from __future__ import annotations
@@ -13,50 +17,54 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lopsided.comm.redistribute import Redistributor
-from lopsided.executor.gradients import Gradients, Synced
+from lopsided.comm.communicator import Label
+from lopsided.comm.redistribute import Layout, Redistributor
+from lopsided.executor.gradients import GradientBucket, Gradients, Synced
 from lopsided.executor.instructions import (
+    BeginBackward,
     Convert,
-    Gather,
     Instruction,
     Pass,
     Region,
     RunNode,
     Slots,
-    UseReplicated,
+    TakeCopy,
     run_all,
 )
 from lopsided.executor.local_op import AnyRandomness, LocalOp
-from lopsided.executor.prefetch import GatheredCopy, Gatherer, Regathered, in_buckets
+from lopsided.executor.prefetch import CopyBucket, GatheredCopy, Gathers
 from lopsided.executor.randomness import streams_of
 from lopsided.ir.graph import Context
 from lopsided.ir.op_call import surroundings
-from lopsided.ir.placement import Placement, R
-from lopsided.ir.program import Chain, Program, Step
-from lopsided.ir.recompute import reruns
+from lopsided.ir.placement import Placement
 from lopsided.ops.op import Call
-from lopsided.schedule.layout import BUCKET_BYTES, regathered
+from lopsided.schedule.schedule import (
+    Compute,
+    GatherBucket,
+    Item,
+    Redistribute,
+    ReduceBucket,
+    Schedule,
+    nodes_of,
+    transposed,
+)
 
 
 class Executor:
-    """The instructions of a program on one device."""
+    """The instructions of a schedule on one device."""
 
     def __init__(
         self,
-        program: Program,
+        schedule: Schedule,
         exchange: Redistributor,
         gradients: Gradients,
         random: AnyRandomness,
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
-        *,
-        regather: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        compiler = _Compiler(
-            program, exchange, gradients, random, parameters, device, regather=regather, bucket_bytes=bucket_bytes
-        )
-        self.exchange, self.random = exchange, random
+        compiler = _Compiler(schedule, exchange, gradients, random, parameters, device)
+        program = schedule.program
+        self.schedule, self.exchange, self.random = schedule, exchange, random
         self.instructions = compiler.instructions()
         self.count = len(compiler.slots)
         self.leaves = {name: compiler.slots[name, placement] for name, placement in program.leaves}
@@ -67,74 +75,65 @@ class Executor:
             for (buffer, name), chain in zip(program.graph.updates, program.updates, strict=True)
         )
         self.context = compiler.context
-        self.gathers = compiler.gathers(self.instructions)
-        self.regathers = compiler.regathers
+        self.gathers, self.again = compiler.gathers(schedule.forward), compiler.gathers(schedule.backward)
+        self.freed = frozenset(compiler.freed)
 
     def run(self, leaves: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """The loss, the new value of every buffer that changes, and this device's own term of the loss."""
         slots: Slots = [None] * self.count
         for name, tensor in leaves.items():
             slots[self.leaves[name]] = tensor
-        this = self._begin(slots)
+        stored = {slot: slots[slot] for slot in self.gathers.stored | self.again.stored}
+        this = Pass(self.exchange, self.gathers, self.again, self.freed, stored, self.exchange.wire.recorder)
         with surroundings(self.context), streams_of(self.random):
             run_all(self.instructions, slots, this)
         updates = {buffer: slots[slot].detach() for buffer, slot in self.updates}
-        return slots[self.loss], updates, slots[self.own_loss].detach()
-
-    def _begin(self, slots: Slots) -> Pass:
-        stored = {one.stored: slots[one.stored] for bucket in self.gathers for one in bucket}
-        again = None
-        if self.regathers and torch.is_grad_enabled():
-            again = Regathered(self.exchange, self.regathers, stored.__getitem__)
-        gatherer = Gatherer(self.exchange, self.gathers, stored.__getitem__)
-        gatherer.begin()
-        return Pass(gatherer, again, self.exchange.wire.recorder)
+        loss, own = slots[self.loss], slots[self.own_loss].detach()
+        if self.again.first and loss.requires_grad:
+            loss = BeginBackward.apply(this, loss)  # type: ignore[no-untyped-call]
+        return loss, updates, own
 
 
-# From a program to instructions
+# From a schedule to instructions
 
 
 class _Compiler:
     def __init__(
         self,
-        program: Program,
+        schedule: Schedule,
         exchange: Redistributor,
         gradients: Gradients,
         random: AnyRandomness,
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
-        *,
-        regather: bool,
-        bucket_bytes: int,
     ) -> None:
-        self.bucket_bytes = bucket_bytes
-        self.program, self.exchange, self.gradients, self.random = program, exchange, gradients, random
-        self.parameters, self.device, self.regather = parameters, device, regather
-        self.targets = {leaf.value.name: leaf.target for leaf in program.graph.parameters}
-        self.stored = dict(program.leaves)
+        self.schedule, self.program, self.exchange = schedule, schedule.program, exchange
+        self.gradients, self.random, self.parameters, self.device = gradients, random, parameters, device
+        self.values = self.program.graph.values
+        self.targets = {leaf.value.name: leaf.target for leaf in self.program.graph.parameters}
+        self.stored = dict(self.program.leaves)
         self.slots: dict[tuple[str, Placement], int] = {}
-        self.wanted: dict[int, GatheredCopy] = {}
-        self.again = self._gathered_again() if regather else {}
-        contexts = [replace(step.node.context, grad=True, recompute=0) for step in program.steps]
+        self.buckets = {
+            item.id: GradientBucket(item.id, item.collective, item.members)
+            for item in schedule.backward
+            if isinstance(item, ReduceBucket)
+        }
+        self.freed: list[int] = []  # copies that are gathered again for some node's backward pass
+        self.before = self._before_nodes()
+        contexts = [replace(step.node.context, grad=True, recompute=0) for step in self.program.steps]
         self.context = max(contexts, key=contexts.count) if contexts else Context()
-        self.regathers: list[list[GatheredCopy]] = []
 
-    def _gathered_again(self) -> dict[str, list[tuple[str, Placement]]]:
-        """For each node the copies that are gathered again before its backward pass: it is the last to use them.
-
-        In a region everything is gathered again anyway, when its forward pass is repeated.
-        """
-        kept = {transfer.what for transfers in regathered(self.program).values() for transfer in transfers}
+    def _before_nodes(self) -> dict[str, list[tuple[str, Placement]]]:
+        """For each node the copies that are gathered again right before its backward pass."""
         found: dict[str, list[tuple[str, Placement]]] = {}
-        done: set[tuple[str, Placement]] = set()
-        for step in reversed(self.program.steps):
-            if step.node.context.recompute or not any(value.grad for value in step.node.results):
-                continue
-            for copy in zip(step.node.operands, step.rule.needs, strict=True):
-                what = f"{copy[0]} {self.stored.get(copy[0])}→{copy[1]}"
-                if what in kept and copy not in done:
-                    done.add(copy)
-                    found.setdefault(step.node.name, []).append(copy)
+        waiting: list[tuple[str, Placement]] = []
+        for item in self.schedule.backward:
+            if isinstance(item, Redistribute) and item.phase == "again":
+                waiting.append((item.value, item.to))
+            elif isinstance(item, Compute):
+                if item.phase == "backward" and waiting:
+                    found[item.node] = waiting
+                waiting = []
         return found
 
     def slot(self, name: str, placement: Placement) -> int:
@@ -144,52 +143,60 @@ class _Compiler:
         for name, placement in self.program.leaves:
             self.slot(name, placement)
         made: list[Instruction] = []
-        regions: list[int] = []
-        again = reruns(self.program.graph)
-        for step in self.program.steps:
-            before = len(made)
-            for name, chain in zip(step.node.operands, step.chains, strict=True):
-                made += self.conversions(name, chain)
-            made.append(self.compute(step))
-            number = step.node.context.recompute if step.node.name in again else 0
-            regions += [number] * (len(made) - before)
-        ends = [(self.program.graph.loss, self.program.loss)]
-        ends += zip((name for _, name in self.program.graph.updates), self.program.updates, strict=True)
-        for name, chain in ends:
-            conversions = list(self.conversions(name, chain))
-            made += conversions
-            regions += [0] * len(conversions)
-        self.regathers = self._regather_buckets(made)
-        self._free(made, {self.slots[name, p] for name, chain in ends for p in (chain[0], chain[-1])})
+        regions: list[str] = []
+        forward = self.schedule.forward
+        for item, node in zip(forward, nodes_of(forward), strict=True):
+            instruction = self._instruction(item)
+            if instruction is not None:
+                made.append(instruction)
+                regions.append(self.schedule.recomputed.get(node, ""))
+        self.freed = [copy for i in made if isinstance(i, RunNode) for copy in i.again]
+        for instruction in made:
+            if isinstance(instruction, RunNode):
+                instruction.saves_copies = not {*self.freed}.isdisjoint(instruction.operands)
+        self._free(made, self._ends())
         return list(self._in_regions(made, regions))
 
-    def conversions(self, name: str, chain: Chain) -> Iterator[Instruction]:
-        value = self.program.graph.values[name]
-        for source, to in itertools.pairwise(chain):
-            if (name, to) in self.slots:
-                continue
-            at, into = self.slots[name, source], self.slot(name, to)
-            is_stored = name in self.targets and self.stored[name] == source
-            if is_stored and source.kind == "I" and to.kind == "R":
-                yield UseReplicated(self.gradients, self._synced(name, None), at, into)
-            elif is_stored and source.is_shard and to.is_whole:
-                layout = self.exchange.layout(source, value.shape)
-                wanted = GatheredCopy(into, at, layout, value.torch_dtype, self.targets[name])
-                self.wanted[into] = wanted
-                yield Gather(self.gradients, self._synced(name, source), wanted, to == R)
-            else:
-                yield Convert(self.exchange, at, into, (source, to), value.shape, f"%{name} {source}→{to}")
+    def _instruction(self, item: Item) -> Instruction | None:
+        if isinstance(item, Compute):
+            return self._run_node(item)
+        if isinstance(item, Redistribute):
+            is_copy = item.value in self.targets and self.stored[item.value] == item.source
+            return self._take_copy(item) if is_copy else self._convert(item)
+        return None  # a bucket starts where it is due, and an exchange is part of its node
 
-    def _synced(self, name: str, placement: Placement | None) -> Synced:
-        shape = self.program.graph.values[name].shape
-        layout = None if placement is None else self.exchange.layout(placement, shape)
-        return Synced(self.targets[name], self.parameters[self.targets[name]], layout)
+    def _convert(self, item: Redistribute) -> Convert:
+        at, into = self.slots[item.value, item.source], self.slot(item.value, item.to)
+        back = f"∂{item.value} {transposed(item.to)}→{transposed(item.source)}"
+        shape, way = self.values[item.value].shape, (item.source, item.to)
+        return Convert(self.exchange, at, into, way, shape, f"%{item.id}", (item.id, back))
 
-    def compute(self, step: Step) -> RunNode:
+    def _take_copy(self, item: Redistribute) -> TakeCopy:
+        value = self.values[item.value]
+        at, into = self.slots[item.value, item.source], self.slot(item.value, item.to)
+        stored = self._layout(item.source, item.value)
+        way = (item.source, item.to)
+        gathered, synced = bool(item.bucket), self._synced(item)
+        return TakeCopy(self.exchange, self.gradients, at, into, way, value.shape, gathered, synced, stored)
+
+    def _layout(self, placement: Placement, name: str) -> Layout | None:
+        return self.exchange.layout(placement, self.values[name].shape) if placement.is_shard else None
+
+    def _synced(self, item: Redistribute) -> Synced | None:
+        """How the gradient of a copy comes home, if it travels."""
+        source, to = transposed(item.to), transposed(item.source)
+        given = self.schedule.items.get(f"∂{item.value} {source}→{to}")
+        if not isinstance(given, Redistribute) or not given.bucket:
+            return None
+        target = self.targets[item.value]
+        layouts = self._layout(source, item.value), self._layout(to, item.value)
+        return Synced(given.id, target, self.parameters[target], *layouts, self.buckets[given.bucket])
+
+    def _run_node(self, item: Compute) -> RunNode:
+        step = self.schedule.steps[item.node]
         node = step.node
-        call = Call(node, tuple(self.program.graph.values[name] for name in node.operands))
+        call = Call(node, tuple(self.values[name] for name in node.operands))
         context = node.context if replace(node.context, recompute=0) != self.context else None
-        again = [self.slots[copy] for copy in self.again.get(node.name, ())]
         return RunNode(
             node,
             LocalOp(call, step.rule, self.exchange, self.random, self.device).run,
@@ -197,25 +204,38 @@ class _Compiler:
             tuple(self.slot(value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True)),
             tuple(value.grad for value in node.results),
             context,
-            tuple(again),
+            tuple(self.slots[copy] for copy in self.before.get(node.name, ())),
         )
 
-    def _regather_buckets(self, made: Sequence[Instruction]) -> list[list[GatheredCopy]]:
-        computes = [i for i in made if isinstance(i, RunNode)]
-        copies = {copy for compute in computes for copy in compute.again}
-        for compute in computes:
-            compute.saves_copies = not copies.isdisjoint(compute.operands)
-        return in_buckets([[self.wanted[copy] for copy in c.again] for c in reversed(computes)], self.bucket_bytes)
+    def gathers(self, items: Sequence[Item]) -> Gathers:
+        """When the buckets of a pass start: with it, or right before the next copy is taken."""
+        takes = {item.id: item for item in items if isinstance(item, Redistribute)}
+        first: list[CopyBucket] = []
+        due: dict[int, list[CopyBucket]] = {}
+        waiting = first
+        for item in items:
+            if isinstance(item, GatherBucket):
+                waiting.append(self._copies(item, [takes[member] for member in item.members]))
+            elif isinstance(item, Redistribute) and item.bucket and item.phase != "backward":
+                if waiting and waiting is not first:
+                    due[self.slots[item.value, item.to]] = waiting
+                waiting = []
+            elif waiting is first:
+                waiting = []
+        return Gathers(tuple(first), {copy: tuple(buckets) for copy, buckets in due.items()})
 
-    def gathers(self, made: Sequence[Instruction]) -> list[list[GatheredCopy]]:
-        """The copies that these instructions gather, in buckets, in the order of their consumers."""
-        consumers: list[list[GatheredCopy]] = [[]]
-        for instruction in flat(made):
-            if isinstance(instruction, Gather):
-                consumers[-1].append(instruction.wanted)
-            elif isinstance(instruction, RunNode):
-                consumers.append([])
-        return in_buckets(consumers, self.bucket_bytes)
+    def _copies(self, bucket: GatherBucket, members: Sequence[Redistribute]) -> CopyBucket:
+        copies = tuple(
+            GatheredCopy(
+                self.slots[item.value, item.to],
+                self.slots[item.value, item.source],
+                self.exchange.layout(item.source, self.values[item.value].shape),
+                self._layout(item.to, item.value),
+            )
+            for item in members
+        )
+        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        return CopyBucket(copies, Label(f"{self.targets[members[0].value]}{more}", bucket.id))
 
     def _free(self, made: Sequence[Instruction], keep: set[int]) -> None:
         """Note at each instruction the slots that it is the last to use, or that nobody uses."""
@@ -227,8 +247,8 @@ class _Compiler:
             if slot not in keep and slot not in leaves:
                 made[k].free = (*made[k].free, slot)
 
-    def _in_regions(self, made: Sequence[Instruction], regions: Sequence[int]) -> Iterator[Instruction]:
-        """Runs of instructions with the same region number become one instruction."""
+    def _in_regions(self, made: Sequence[Instruction], regions: Sequence[str]) -> Iterator[Instruction]:
+        """Instructions of a region that is recomputed become one."""
         numbered = list(zip(regions, range(len(made)), strict=True))
         kept_later = _needed_after(made)
         for region, group in itertools.groupby(numbered, key=lambda pair: pair[0]):
@@ -243,29 +263,21 @@ class _Compiler:
             later = kept_later[positions[-1]] | self._ends()
             freed = {slot for i in inside for slot in i.free}
             yield Region(
-                self.exchange,
                 self.random,
                 self.context,
                 inside,
                 tuple(s for s in reads if s not in leaves),
                 tuple(s for s in reads if s in leaves),
                 tuple(s for s in written if s in later),
-                self.gathers(inside),
                 free=tuple(s for s in freed if s not in written),
             )
 
     def _ends(self) -> set[int]:
+        """The slots that are asked for after the forward pass."""
         ends = {self.slots[self.program.graph.loss, p] for p in (self.program.loss[0], self.program.loss[-1])}
-        updates = zip(self.program.graph.updates, self.program.updates, strict=True)
-        return ends | {self.slots[name, chain[-1]] for (_, name), chain in updates}
-
-
-def flat(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-    for instruction in instructions:
-        if isinstance(instruction, Region):
-            yield from instruction.inside
-        else:
-            yield instruction
+        for (_, name), chain in zip(self.program.graph.updates, self.program.updates, strict=True):
+            ends |= {self.slots[name, p] for p in (chain[0], chain[-1])}
+        return ends
 
 
 def _needed_after(made: Sequence[Instruction]) -> list[set[int]]:

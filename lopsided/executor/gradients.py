@@ -1,55 +1,66 @@
-"""Gradients that are sums over devices: put in buckets and sent while the backward pass is still running.
+"""Gradients on their way to where parameters are stored: in the buckets of the schedule, behind the backward pass.
 
-In: the gradients of whole copies of parameters, as autograd finishes them. Out: `param.grad`, complete when
-`backward()` returns.
+In: the gradients of copies of parameters, as autograd finishes them. Out: `param.grad`, complete when `backward()`
+returns.
 
-A parameter stored whole and used whole (`I→R`) has its gradient all-reduced; one stored cut and gathered (`S→R`) has it
-reduce-scattered. Autograd runs the functions of a graph in exactly the reverse order of their making, so gradients
-arrive in the same order on every device, and buckets can be filled as they come: all devices fill the same ones.
+    stored    used    its gradient
+    whole     whole   is a sum over devices: all-reduced
+    cut       whole   is a sum over devices: reduce-scattered
+    whole     cut     is a piece: gathered
+    cut       cut     is another piece: exchanged
+
+The schedule says which gradients travel together. Autograd runs the functions of a graph in exactly the reverse order
+of their making, so they arrive in the order of the schedule on every device, and a bucket is sent when all of it is
+there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lopsided.calibration.run_record import BUCKETS
-from lopsided.comm.communicator import Handle
+from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Layout, Redistributor
-from lopsided.schedule.layout import BUCKET_BYTES
 
 SCATTERS_AT_ONCE = 2
 """How many buckets of gradients that end up cut are on their way at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Synced:
-    """One parameter whose copy's gradient is a sum; `layout` is how it is stored, None for whole."""
+class GradientBucket:
+    """Gradients that one collective brings home."""
 
+    id: str
+    collective: str
+    members: tuple[str, ...]  # ids of the redistributions that give to it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Synced:
+    """A parameter's copy whose gradient goes by a bucket: cut as `source` there, as `to` where it is stored."""
+
+    id: str
     name: str
     parameter: nn.Parameter
-    layout: Layout | None
-
-
-@dataclass(slots=True)
-class _Bucket:
-    entries: list[tuple[Synced, Tensor]] = field(default_factory=list)
-    size: int = 0
+    source: Layout | None
+    to: Layout | None
+    bucket: GradientBucket
 
 
 class Gradients:
     """Collects, sends and hands out the gradients of one model on one device."""
 
-    def __init__(self, exchange: Redistributor, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.exchange, self.bucket_bytes = exchange, bucket_bytes
+    def __init__(self, exchange: Redistributor) -> None:
+        self.exchange = exchange
         self.syncing = True
         self.on_finish: Callable[[], None] = lambda: None
-        self._filling: dict[tuple[bool, torch.dtype], _Bucket] = {}
-        self._sent: list[tuple[Handle, list[Synced]]] = []  # not yet handed out, the oldest first
+        self._filling: dict[GradientBucket, dict[str, tuple[Synced, Tensor]]] = {}
+        self._sent: list[tuple[Callable[[], Sequence[Tensor]], list[Synced]]] = []  # not handed out, the oldest first
         self._kept: dict[Synced, Tensor] = {}  # local sums of passes that were not synchronised
         self._begun = False
         self._memory = _BucketMemory()
@@ -95,30 +106,43 @@ class Gradients:
         self._put(synced, gradient if before is None else before.add_(gradient))
 
     def _put(self, synced: Synced, gradient: Tensor) -> None:
-        key = (synced.layout is None, gradient.dtype)
-        bucket = self._filling.setdefault(key, _Bucket())
-        bucket.entries.append((synced, gradient))
-        bucket.size += gradient.nbytes
-        if bucket.size >= self.bucket_bytes:
-            self._send(self._filling.pop(key))
+        given = self._filling.setdefault(synced.bucket, {})
+        if synced.id in given:  # a graph that was kept runs backward twice before anything is finished
+            gradient = given[synced.id][1] + gradient
+        given[synced.id] = (synced, gradient)
+        if len(given) == len(synced.bucket.members):
+            self._send(synced.bucket, self._filling.pop(synced.bucket))
 
-    def _send(self, bucket: _Bucket) -> None:
-        named = [synced for synced, _ in bucket.entries]
-        tensors = [gradient for _, gradient in bucket.entries]
+    def _send(self, bucket: GradientBucket, given: dict[str, tuple[Synced, Tensor]]) -> None:
+        """All members of a bucket, or those that this backward pass has reached."""
+        entries = [given[member] for member in bucket.members if member in given]
+        named, tensors = [synced for synced, _ in entries], [gradient for _, gradient in entries]
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
-        what = f"gradient of {named[0].name}{more}"
-        layouts = [synced.layout for synced in named if synced.layout is not None]
-        if layouts:
-            # What is sent is as large as whole parameters, which nobody should have to hold all at once.
-            while len(self._sent) >= SCATTERS_AT_ONCE:
-                self._hand_out(*self._sent.pop(0))
-            handle = self.exchange.start_scatter(tensors, layouts, what)
-        else:
+        label = Label(f"gradient of {named[0].name}{more}", bucket.id)
+        self._sent.append((self._start(bucket.collective, named, tensors, label), named))
+
+    def _start(
+        self, collective: str, named: Sequence[Synced], tensors: Sequence[Tensor], label: Label
+    ) -> Callable[[], Sequence[Tensor]]:
+        """What to call for the gradients as their parameters are stored."""
+        sources = [synced.source for synced in named if synced.source is not None]
+        targets = [synced.to for synced in named if synced.to is not None]
+        sizes = [synced.parameter.numel() for synced in named]
+        if collective == "all_reduce":
             # A copy in any case: what autograd hands over may be shared with others.
-            flat = self._memory.take(sum(gradient.numel() for gradient in tensors), tensors[0])
+            flat = self._memory.take(sum(sizes), tensors[0])
             torch.cat([gradient.reshape(-1) for gradient in tensors], out=flat)
-            handle = self.exchange.wire.all_reduce(flat, what=what)
-        self._sent.append((handle, named))
+            summed = self.exchange.wire.all_reduce(flat, what=label)
+            return lambda: summed.wait().split(sizes)
+        if collective == "all_gather":
+            return self.exchange.start_gather(tensors, sources, label).wait
+        if collective == "all_to_all":
+            return self.exchange.start_reshard(tensors, sources, targets, label).wait
+        # What is sent is as large as whole parameters, which nobody should have to hold all at once.
+        while len(self._sent) >= SCATTERS_AT_ONCE:
+            self._hand_out(*self._sent.pop(0))
+        scattered = self.exchange.start_scatter(tensors, targets, label)
+        return lambda: scattered.wait().split(sizes)
 
     def finish(self) -> None:
         """Send what is left, wait for everything, and hand out."""
@@ -129,8 +153,8 @@ class Gradients:
             self._drop_zeroed()
             for synced in list(self._kept):
                 self._put(synced, self._kept.pop(synced))
-        for bucket in self._filling.values():
-            self._send(bucket)
+        for bucket, given in self._filling.items():
+            self._send(bucket, given)
         self._filling = {}
         while self._sent:
             self._hand_out(*self._sent.pop(0))
@@ -138,10 +162,9 @@ class Gradients:
             recorder.idle()
         self.on_finish()
 
-    def _hand_out(self, handle: Handle, named: Sequence[Synced]) -> None:
-        sizes = [synced.parameter.numel() for synced in named]
-        for synced, run in zip(named, handle.wait().split(sizes), strict=True):
-            accumulate(synced.parameter, run.view(synced.parameter.shape))
+    def _hand_out(self, arrived: Callable[[], Sequence[Tensor]], named: Sequence[Synced]) -> None:
+        for synced, gradient in zip(named, arrived(), strict=True):
+            accumulate(synced.parameter, gradient.view(synced.parameter.shape))
 
 
 class _BucketMemory:
@@ -176,34 +199,30 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-class CopyOfWhole(torch.autograd.Function):
-    """A parameter stored whole, used with a partial gradient: `I→R`."""
+class ParameterCopy(torch.autograd.Function):
+    """A copy of a stored parameter. Its gradient is given to a bucket."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: Gradients, synced: Synced, parameter: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: Gradients, synced: Synced, parameter: Tensor, copy: Tensor) -> Tensor:
         ctx.about = (gradients, synced)
-        return parameter.detach()
+        return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gradients, synced = ctx.about
         gradients.add(synced, gradient)
-        return None, None, None
+        return None, None, None, None
 
 
-class CopyOfPieces(torch.autograd.Function):
-    """A parameter stored cut and gathered: `S→R`, or `S→I` whose gradient needs no sum."""
+class PieceOfCopy(torch.autograd.Function):
+    """A copy of a parameter stored cut whose gradient is the same on all devices: each keeps its piece of it."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: Gradients, synced: Synced, is_sum: bool, parameter: Tensor, whole: Tensor) -> Any:
-        ctx.about = (gradients, synced, is_sum)
-        return whole.detach()
+    def forward(ctx: Any, stored: Layout, rank: int, parameter: Tensor, copy: Tensor) -> Tensor:
+        ctx.about = (stored, rank)
+        return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        gradients, synced, is_sum = ctx.about
-        if is_sum:
-            gradients.add(synced, gradient)
-            return None, None, None, None, None
-        piece = synced.layout.piece(gradient, gradients.exchange.rank)
-        return None, None, None, piece.contiguous(), None
+        stored, rank = ctx.about
+        return None, None, stored.piece(gradient, rank).contiguous(), None

@@ -1,11 +1,10 @@
 """What a device does in a pass, one instruction after the other, over numbered slots.
 
-In: tensors in slots. Out: tensors in slots. `steps` makes instructions from a program.
+In: tensors in slots. Out: tensors in slots. `executor` makes instructions from the items of a schedule.
 
-    Convert    a conversion of an activation, by collective
-    Whole      a parameter stored whole, used with a partial gradient: nothing now, a bucket in the backward pass
-    Gather     a parameter stored cut: gathered ahead, freed after use
-    Compute    one op by one rule
+    Convert    a redistribution that all devices wait for, or that is a local matter
+    TakeCopy   a copy of a stored parameter: gathered ahead, or what is stored itself; its gradient goes by a bucket
+    RunNode    one op by one rule
     Region     instructions that are run again in the backward pass in place of keeping what they made
 
 A slot holds what a device has of one value in one placement, and is emptied after its last use.
@@ -22,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lopsided.comm.communicator import Label
 from lopsided.comm.recorder import Recorder
-from lopsided.comm.redistribute import Redistributor, Shape
-from lopsided.executor.gradients import CopyOfPieces, CopyOfWhole, Gradients, Synced
+from lopsided.comm.redistribute import Layout, Redistributor, Shape
+from lopsided.executor.gradients import Gradients, ParameterCopy, PieceOfCopy, Synced
 from lopsided.executor.local_op import AnyRandomness, RunOp, connected
-from lopsided.executor.prefetch import Before, GatheredCopy, Gatherer, Regathered
+from lopsided.executor.prefetch import Before, Gatherer, Gathers, Regathered
 from lopsided.executor.randomness import RankRandomness, streams_of
 from lopsided.ir.graph import Context, Node
 from lopsided.ir.op_call import surroundings
@@ -35,13 +35,55 @@ from lopsided.ir.placement import Placement
 Slots = list[Any]  # Tensor or None
 
 
-@dataclass(slots=True)
 class Pass:
-    """What one forward pass keeps beside its slots."""
+    """What one forward pass keeps beside its slots: who gathers for it, and who for its backward pass."""
 
-    gatherer: Gatherer
-    regathered: Regathered | None
-    recorder: Recorder | None = None
+    def __init__(
+        self,
+        exchange: Redistributor,
+        gathers: Gathers,
+        again: Gathers,
+        freed: frozenset[int],
+        stored: dict[int, Tensor],
+        recorder: Recorder | None,
+    ) -> None:
+        self.recorder, self.suffix = recorder, ""
+        self._exchange, self._again, self._stored = exchange, again, stored
+        self.gatherer = Gatherer(exchange, gathers, stored.__getitem__)
+        self._backward: Gatherer | None = None
+        self.regathered = Regathered(freed, self.behind) if freed and torch.is_grad_enabled() else None
+
+    def begin_backward(self) -> None:
+        """The first buckets of the backward pass start with it."""
+        self._backward = Gatherer(self._exchange, self._again, self._stored.__getitem__)
+        if self.regathered is not None:
+            self.regathered.begin()
+
+    def behind(self) -> Gatherer:
+        """Who gathers for the backward pass that is running."""
+        if self._backward is None:
+            self.begin_backward()
+        return self._backward  # type: ignore[return-value]
+
+    def again(self) -> Pass:
+        """The same for a region that runs once more, in the backward pass."""
+        other = object.__new__(Pass)
+        other.__dict__ |= self.__dict__ | {"gatherer": self.behind(), "regathered": None, "suffix": " again"}
+        return other
+
+
+class BeginBackward(torch.autograd.Function):
+    """The identity on the loss; going backward from it starts what the backward pass gathers first."""
+
+    @staticmethod
+    def forward(ctx: Any, this: Pass, loss: Tensor) -> Tensor:
+        ctx.this = this
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.this.begin_backward()
+        return None, gradient
 
 
 @dataclass(slots=True)
@@ -64,12 +106,15 @@ class Instruction(ABC):
 
 @dataclass(slots=True)
 class Convert(Instruction):
+    """`ids` are those of the item and of its transpose."""
+
     exchange: Redistributor
     source: int
     to: int
     way: tuple[Placement, Placement]
     shape: Shape
     what: str
+    ids: tuple[str, str]
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -80,15 +125,27 @@ class Convert(Instruction):
         return (self.to,)
 
     def run(self, slots: Slots, this: Pass) -> None:
-        slots[self.to] = self.exchange.convert(slots[self.source], *self.way, self.shape, self.what)
+        there = Label(self.what, self.ids[0] + this.suffix)
+        back = Label(f"gradient of {self.what}", self.ids[1])
+        slots[self.to] = self.exchange.convert(slots[self.source], *self.way, self.shape, there, back)
 
 
 @dataclass(slots=True)
-class UseReplicated(Instruction):
+class TakeCopy(Instruction):
+    """A copy of a parameter, from the bucket that brings it, or cut from what is stored.
+
+    Its gradient goes home by a bucket (`synced`), or is a piece of the copy's (`stored`), or is that of what is stored.
+    """
+
+    exchange: Redistributor
     gradients: Gradients
-    synced: Synced
     source: int
     to: int
+    way: tuple[Placement, Placement]
+    shape: Shape
+    gathered: bool
+    synced: Synced | None
+    stored: Layout | None
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -100,35 +157,21 @@ class UseReplicated(Instruction):
 
     def run(self, slots: Slots, this: Pass) -> None:
         stored = slots[self.source]
-        if stored.requires_grad and torch.is_grad_enabled() and self.gradients.exchange.size > 1:
-            slots[self.to] = CopyOfWhole.apply(self.gradients, self.synced, stored)  # type: ignore[no-untyped-call]
+        differentiable = stored.requires_grad and torch.is_grad_enabled()
+        if self.gathered:
+            copy = this.gatherer.take(self.to)
+        elif self.exchange.size == 1 or not (differentiable and self.synced is not None):
+            slots[self.to] = self.exchange.convert(stored, *self.way, self.shape)
+            return
         else:
-            slots[self.to] = stored
-
-
-@dataclass(slots=True)
-class Gather(Instruction):
-    gradients: Gradients
-    synced: Synced
-    wanted: GatheredCopy
-    is_sum: bool
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return (self.wanted.stored,)
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.wanted.copy,)
-
-    def run(self, slots: Slots, this: Pass) -> None:
-        whole = this.gatherer.take(self.wanted.copy)
-        stored = slots[self.wanted.stored]
-        if stored.requires_grad and torch.is_grad_enabled():
-            whole = CopyOfPieces.apply(self.gradients, self.synced, self.is_sum, stored, whole)  # type: ignore[no-untyped-call]
+            copy = self.exchange.move(stored.detach(), *self.way, self.shape)
+        if differentiable and self.synced is not None:
+            copy = ParameterCopy.apply(self.gradients, self.synced, stored, copy)  # type: ignore[no-untyped-call]
+        elif differentiable and self.stored is not None:
+            copy = PieceOfCopy.apply(self.stored, self.exchange.rank, stored, copy)  # type: ignore[no-untyped-call]
         if this.regathered is not None:
-            this.regathered.watch(self.wanted.copy, whole)
-        slots[self.wanted.copy] = whole
+            this.regathered.watch(self.to, copy)
+        slots[self.to] = copy
 
 
 @dataclass(slots=True)
@@ -194,7 +237,7 @@ def _run_recorded(instruction: Instruction, slots: Slots, this: Pass, recorder: 
     if not isinstance(instruction, RunNode):
         instruction.run(slots, this)
         return
-    recorder.mark(instruction.node.name)
+    recorder.mark(instruction.node.name, instruction.node.name + this.suffix)
     instruction.run(slots, this)
     recorder.idle()
     for slot in instruction.results[:1]:
@@ -212,14 +255,12 @@ class Region(Instruction):
     asked for, which on a device with an empty piece may be later than on the others, or never.
     """
 
-    exchange: Redistributor
     random: AnyRandomness
     context: Context
     inside: list[Instruction]
     takes: tuple[int, ...]  # slots from outside, parameters apart
     stored: tuple[int, ...]  # slots of parameters
     gives: tuple[int, ...]
-    gathers: list[list[GatheredCopy]]
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -247,7 +288,7 @@ class _Again(torch.autograd.Function):
         ctx: Any, region: Region, slots: Slots, this: Pass, leaves: dict[int, Tensor], always: Tensor, *taken: Tensor
     ) -> Any:
         state = region.random.state() if isinstance(region.random, RankRandomness) else None
-        ctx.about = (region, leaves, state, len(slots), this.recorder)
+        ctx.about = (region, leaves, state, len(slots), this)
         ctx.save_for_backward(*taken)
         inner: Slots = list(slots)
         run_all(region.inside, inner, this)
@@ -258,7 +299,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        region, leaves, state, count, recorder = ctx.about
+        region, leaves, state, count, this = ctx.about
         slots: Slots = [None] * count
         for slot, tensor in leaves.items():
             slots[slot] = tensor
@@ -268,11 +309,8 @@ class _Again(torch.autograd.Function):
         now = region.random.state() if isinstance(region.random, RankRandomness) else None
         if now is not None:
             region.random.set_state(state)
-        stored = {one.stored: slots[one.stored] for bucket in region.gathers for one in bucket}
-        gatherer = Gatherer(region.exchange, region.gathers, stored.__getitem__)
         with torch.enable_grad(), surroundings(region.context), streams_of(region.random):
-            gatherer.begin()
-            run_all(region.inside, slots, Pass(gatherer, None, recorder))
+            run_all(region.inside, slots, this.again())
         if now is not None:
             region.random.set_state(now)
         ends = [

@@ -1,7 +1,7 @@
 """The planner without some of what it adds to HAP: what each addition is worth is what a plan without it takes longer.
 
 In: names of additions (`ADDITIONS`; "hap" stands for all of them). Out: what the planner works with instead: fewer
-rules (`fewer_rules`), a schedule in which nothing hides (`in_the_open`), and what it believes of the cluster
+rules (`fewer_rules`), a schedule in which nothing hides (`Decisions.overlap`), and what it believes of the cluster
 (`beliefs`). What it then chooses is an ordinary plan, legal for everyone and predicted as it really is.
 
     sfb             no rule gathers factors instead of summing gradients
@@ -37,9 +37,6 @@ from lopsided.errors import InputError
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, R
 from lopsided.ir.rule_book import RuleBook
-from lopsided.schedule.cost import Cut, Transfer
-from lopsided.schedule.layout import BUCKET_BYTES, Compute, Item, Schedule
-from lopsided.schedule.timeline import gathers
 
 SFB, INVARIANT, COLLECTIVES, STATE_SHARES = "sfb", "invariant", "collectives", "state-shares"
 SEGMENTS, OVERLAP, DEVICES, MEASURED_COST = "segments", "overlap", "devices", "measured-cost"
@@ -88,43 +85,6 @@ def _kept(menu: Sequence[Rule], without: frozenset[str]) -> Iterable[Rule]:
         if INVARIANT in without and computes_invariant and has_replicated:
             continue
         yield rule
-
-
-# The schedule
-
-
-def in_the_open(schedule: Schedule) -> Schedule:
-    """The same step with everyone waiting for everything that is sent."""
-    return Schedule(tuple(_opened(schedule.forward)), tuple(_opened(schedule.backward)), schedule.optimizer)
-
-
-def _opened(items: Sequence[Item]) -> Iterable[Item]:
-    coming = dict(gathers(items))
-    filling: dict[tuple[str, tuple[Cut, ...]], list[Transfer]] = {}
-    for position, item in enumerate(items):
-        yield from _together(coming.get(position, ()))
-        if isinstance(item, Compute):
-            yield item
-        elif item.hides and not item.ahead:
-            bucket = filling.setdefault((item.collective, item.cuts), [])
-            bucket.append(item)
-            if sum(transfer.whole_bytes for transfer in bucket) >= BUCKET_BYTES:
-                yield from _together(filling.pop((item.collective, item.cuts)))
-        elif not item.hides:
-            yield item
-    yield from _together(coming.get(len(items), ()))
-    for bucket in filling.values():
-        yield from _together(bucket)
-
-
-def _together(transfers: Sequence[Transfer]) -> Iterable[Transfer]:
-    """What is cut alike as one transfer that blocks."""
-    alike: dict[tuple[str, tuple[Cut, ...]], list[Transfer]] = {}
-    for transfer in transfers:
-        alike.setdefault((transfer.collective, transfer.cuts), []).append(transfer)
-    for (collective, cuts), same in alike.items():
-        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
-        yield Transfer(same[0].what + more, collective, sum(one.whole_bytes for one in same), cuts)
 
 
 # The cluster

@@ -1,6 +1,6 @@
 """Unequal shares for a program: a linear program over kinds of devices, then lengths cut in whole units.
 
-In: a `Schedule`, what is held (`Holding`s), a cluster with its network, and reference shares, at which the ways of
+In: a `PricedStep`, what is held (`Holding`s), a cluster with its network, and reference shares, at which the ways of
 collectives are first chosen. Out: `Balance`, with `Shares` that have every length in the schedule cut to the unit.
 
 The one idea: everything is per *kind*. Devices alike have equal shares, so there is one unknown per kind and per name
@@ -41,8 +41,8 @@ from lopsided.ir.placement import Shares
 from lopsided.planner.rounding import Price, Rounding, Units
 from lopsided.schedule.cost import Cut, Scale
 from lopsided.schedule.critical_path import CriticalPath, FoldedStep, FractionalShares, MemoryRows, Path, PerKind, Sizes
-from lopsided.schedule.layout import Schedule
 from lopsided.schedule.memory import Holding
+from lopsided.schedule.pricing import PricedStep
 
 _TIE = 1e-6
 """What full memories and skewed shares cost, in steps: only to choose between shares that are equally fast."""
@@ -270,7 +270,7 @@ _SENTENCES = {
 
 
 def balance(
-    schedule: Schedule,
+    priced: PricedStep,
     holdings: Sequence[Holding],
     cluster: Cluster,
     network: Network,
@@ -297,7 +297,7 @@ def balance(
             where=f"cluster {cluster.name}",
             do="give one limit per kind",
         )
-    load, memory = FoldedStep(schedule, network), MemoryRows(cluster, holdings, limits)
+    load, memory = FoldedStep(priced, network), MemoryRows(cluster, holdings, limits)
     if names is None:
         names = sorted({name for name, _ in (*load.cuts(), *memory.cut)} - {*tied})
     names, scale = tuple(dict.fromkeys(("", *names))), Scale(cluster, reference)

@@ -18,8 +18,9 @@ from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
 from lopsided.planner.baselines import STATE
 from lopsided.planner.search import Found
-from lopsided.schedule.layout import BUCKET_BYTES, Schedule
 from lopsided.schedule.memory import Holding
+from lopsided.schedule.pricing import PricedStep
+from lopsided.schedule.schedule import BUCKET_BYTES
 from lopsided.schedule.timeline import Timeline
 
 MEMORY_IN_USE = 0.92
@@ -67,10 +68,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LoweredCandidate:
-    """A program laid out in time and memory, whatever the shares."""
+    """A program lowered and priced, and what it holds, whatever the shares."""
 
     program: Program
-    schedule: Schedule
+    priced: PricedStep
     held: tuple[Holding, ...]
     stored: Stored
 

@@ -13,7 +13,9 @@ from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Shares
 from lopsided.ir.program import Program
 from lopsided.schedule.cost import Costs
-from lopsided.schedule.layout import BUCKET_BYTES, Schedule, lay_out
+from lopsided.schedule.lower import lower
+from lopsided.schedule.pricing import PricedStep, price
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Schedule
 
 INTERRUPTED = "interrupted"
 """How the note begins that says so."""
@@ -87,9 +89,19 @@ class Plan:
         """The names of the devices that take part."""
         return self.on.device_names
 
-    def laid_out(self, costs: Costs) -> Schedule:
-        """Its program in time, as the runtime runs it."""
-        return lay_out(self.program, costs, regather=self.regather, bucket_bytes=self.bucket_bytes)
+    @property
+    def decisions(self) -> Decisions:
+        """What is chosen beside the program and the shares."""
+        return Decisions(self.bucket_bytes, regather=self.regather)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What every device does in a step: what was priced, and what the runtime runs."""
+        return lower(self.program, self.decisions)
+
+    def priced(self, costs: Costs) -> PricedStep:
+        """Its schedule with what computing costs."""
+        return price(self.schedule, costs)
 
     @property
     def interrupted(self) -> bool:

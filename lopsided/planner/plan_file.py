@@ -45,7 +45,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Baseline, Breakdown, Plan, SearchReport
 from lopsided.planner.planner import predict
 from lopsided.schedule.cost import optimizer_named
-from lopsided.schedule.layout import BUCKET_BYTES
+from lopsided.schedule.schedule import BUCKET_BYTES
 
 FORMAT = "lopsided-plan"
 VERSION = 1

@@ -39,8 +39,10 @@ from lopsided.planner.search import Progress
 from lopsided.planner.search_cost import NOTHING_HIDDEN
 from lopsided.planner.segments import given_segments
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.schedule.layout import BUCKET_BYTES, lay_out
+from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
+from lopsided.schedule.pricing import price
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions
 from lopsided.schedule.timeline import Timeline, run
 
 ABOUT = {
@@ -370,9 +372,9 @@ def predict(
     """Seconds of a step of any program with any shares, where they go, and bytes on every device."""
     kept = optimizer_named(optimizer)
     costs, scale = Costs(program.graph, on, kept), Scale(on, shares)
-    schedule = lay_out(program, costs, regather=regather, bucket_bytes=bucket_bytes)
-    timeline = run(schedule, costs.network, scale)
-    held = holdings(program, kept, regather=regather, devices=on.devices)
+    schedule = lower(program, Decisions(bucket_bytes, regather=regather))
+    timeline = run(price(schedule, costs), costs.network, scale)
+    held = holdings(schedule, kept, devices=on.devices)
     return timeline.step_s, breakdown_of(timeline), _every_device(on, bytes_per_kind(held, scale))
 
 

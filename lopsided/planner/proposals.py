@@ -26,7 +26,7 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Shares
 from lopsided.ir.program import Program, Step, one_device
 from lopsided.ir.rule_book import RuleBook
-from lopsided.planner.ablation import OVERLAP, SEGMENTS, STATE_SHARES, in_the_open
+from lopsided.planner.ablation import OVERLAP, SEGMENTS, STATE_SHARES
 from lopsided.planner.balance import balance
 from lopsided.planner.baselines import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
 from lopsided.planner.candidates import (
@@ -45,8 +45,10 @@ from lopsided.planner.search import Found, Progress, Tables, search
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, Saves, SharePrices
 from lopsided.planner.segments import found_segments
 from lopsided.schedule.cost import Costs, Optimizer, Scale
-from lopsided.schedule.layout import BUCKET_BYTES, lay_out
+from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, check_fits, holdings
+from lopsided.schedule.pricing import PricedStep, price
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions
 from lopsided.schedule.timeline import run
 
 _ROUNDS = 2  # of search and balance in turn, after the first from a seed
@@ -137,7 +139,7 @@ class CandidatePool:
         """The candidate that a pair is; the best that fits is kept."""
         bucket_bytes = bucket_bytes or self.bucket_bytes
         laid, scale = self.laid_out(on, program, regather, bucket_bytes), Scale(on, shares)
-        timeline = run(laid.schedule, self.costs(on).network, scale)
+        timeline = run(laid.priced, self.costs(on).network, scale)
         memory = bytes_per_kind(laid.held, scale)
         fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
         sort = (on.devices, laid.stored)
@@ -157,13 +159,12 @@ class CandidatePool:
         if key not in self._laid:
             if len(self._laid) >= _REMEMBERED:
                 self._laid.pop(next(iter(self._laid)))
-            schedule = lay_out(program, self.costs(on), regather=regather, bucket_bytes=bucket_bytes)
-            if OVERLAP in self.without:
-                schedule = in_the_open(schedule)
+            decisions = Decisions(bucket_bytes, regather=regather, overlap=OVERLAP not in self.without)
+            schedule = lower(program, decisions)
             # The step that works with most is that of the device with the largest share.
             fewest = max(round(1 / max(self.by_speed(on))), 1)
-            held = holdings(program, self.optimizer, regather=regather, devices=fewest)
-            self._laid[key] = LoweredCandidate(program, schedule, held, stored_in(program))
+            held = holdings(schedule, self.optimizer, devices=fewest)
+            self._laid[key] = LoweredCandidate(program, price(schedule, self.costs(on)), held, stored_in(program))
         return self._laid[key]
 
     def equal(self, on: Cluster) -> Shares:
@@ -290,7 +291,7 @@ class CandidatePool:
         network, laid = self.costs(on).network, self.laid_out(on, program, regather, self.bucket_bytes)
         try:
             shares = balance(
-                laid.schedule,
+                laid.priced,
                 laid.held,
                 on,
                 network,
@@ -298,7 +299,7 @@ class CandidatePool:
                 tied=(STATE,) if STATE_SHARES in self.without else (),
                 memory_limits=memory_limits(on),
                 polish=polish,
-                judge=lambda shares: run(laid.schedule, network, Scale(on, shares)).step_s,
+                judge=lambda shares: run(laid.priced, network, Scale(on, shares)).step_s,
             ).shares
         except DoesNotFitError:
             return None
@@ -481,12 +482,18 @@ class CandidatePool:
             return
         laid = self.laid_out(candidate.on, candidate.program, candidate.regather, candidate.bucket_bytes)
         network, scale = self.costs(candidate.on).network, Scale(candidate.on, candidate.shares)
-        steps = {size: run(replace(laid.schedule, bucket_bytes=size), network, scale).step_s for size in _BUCKETS}
+        steps = {size: run(self._rebucketed(laid, size), network, scale).step_s for size in _BUCKETS}
         best_s = min(*steps.values(), candidate.step_s)
         if candidate.step_s * BETTER <= best_s:
             self.bucket_bytes = candidate.bucket_bytes
         else:
             self.bucket_bytes = next(size for size, step_s in steps.items() if step_s * BETTER <= best_s)
+
+    def _rebucketed(self, laid: LoweredCandidate, bucket_bytes: int) -> PricedStep:
+        """The same step with other buckets: what is computed costs what it did."""
+        before = laid.priced.schedule
+        again = lower(laid.program, replace(before.decisions, bucket_bytes=bucket_bytes))
+        return PricedStep(again, laid.priced.computed)
 
     def rebucketed(self, candidate: Candidate) -> None:
         """The same pair, sent in what suits it best."""

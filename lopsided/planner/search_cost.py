@@ -24,8 +24,8 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.placement import Placement
 from lopsided.ir.recompute import retaken
 from lopsided.schedule.cost import Costs, Scale, Transfer, conversion, cut_of, transfer_s
-from lopsided.schedule.layout import BUCKET_BYTES
 from lopsided.schedule.memory import Holding, saved_by, stored
+from lopsided.schedule.schedule import BUCKET_BYTES
 
 Saves = dict[tuple[int, Rule], tuple[Holding, ...]]  # what a call keeps under a rule, by the number of its signature
 

@@ -34,7 +34,8 @@ from lopsided.ops.op import Call
 from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.load import wait_for
 from lopsided.profiling.op_times import REFUSED, drawn, indices_below
-from lopsided.schedule.layout import BUCKET_BYTES
+from lopsided.schedule.lower import lower
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions
 
 FEWEST = 3  # steps, after one to warm up
 
@@ -103,17 +104,15 @@ def stepper(play: Play, wire: Communicator, device: torch.device) -> Callable[[]
     """A pass there and back."""
     program, shares = play.program, play.shares
     exchange = Redistributor(wire, shares, Network(play.cluster))
-    gradients = Gradients(exchange, play.bucket_bytes)
+    gradients = Gradients(exchange)
     placed = dict(program.leaves)
     leaves = {
         leaf.value.name: _leaf(leaf, program.graph, placed[leaf.value.name], shares, wire.rank, device)
         for leaf in program.graph.leaves
     }
     parameters = {leaf.target: cast(nn.Parameter, leaves[leaf.value.name]) for leaf in program.graph.parameters}
-    random, size = RankRandomness(0, wire.rank, device), play.bucket_bytes
-    steps = Executor(
-        program, exchange, gradients, random, parameters, device, regather=play.regather, bucket_bytes=size
-    )
+    schedule = lower(program, Decisions(play.bucket_bytes, regather=play.regather))
+    steps = Executor(schedule, exchange, gradients, RankRandomness(0, wire.rank, device), parameters, device)
 
     def step() -> None:
         for parameter in parameters.values():

@@ -32,6 +32,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.lower import lower
 
 _LAYERS, _WIDTH = 24, 8
 _ROUNDS = 7
@@ -61,7 +62,8 @@ def measure_overhead(device: torch.device, lasting_s: float, now: Callable[[], f
     exchange = Redistributor(cast(Communicator, LoneCommunicator()), shares, Network(cluster))
     parameters = {name: nn.Parameter(p.detach().to(device)) for name, p in model.named_parameters()}
     gradients = Gradients(exchange)
-    steps = Executor(program, exchange, gradients, RankRandomness(0, 0, device), parameters, device)
+    schedule = lower(program)
+    steps = Executor(schedule, exchange, gradients, RankRandomness(0, 0, device), parameters, device)
     x = x[:_WIDTH]
     names = {leaf.target: leaf.value.name for leaf in program.graph.leaves}
     leaves = {names[name]: parameter for name, parameter in parameters.items()} | {names["x"]: x.to(device)}
@@ -90,4 +92,4 @@ def measure_overhead(device: torch.device, lasting_s: float, now: Callable[[], f
             run()
             times.append(now() - started)
     around = statistics.median(taken[0]) - statistics.median(taken[1])
-    return max(around, 0.0) / (2 * (len(program.steps) + len(list(program.conversions()))))
+    return max(around, 0.0) / (2 * (len(program.steps) + len(list(schedule.redistributed))))

@@ -34,8 +34,10 @@ from lopsided.profiling.correction import Expected
 from lopsided.profiling.dry_run import FEWEST, Play
 from lopsided.schedule.cost import Costs, Scale, fitted_line, optimizer_named
 from lopsided.schedule.flops import call_texts
-from lopsided.schedule.layout import BUCKET_BYTES, Compute, Schedule, lay_out
+from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
+from lopsided.schedule.pricing import Computed, PricedStep, price
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions
 from lopsided.schedule.timeline import run
 
 _ROOM = 1.2  # times what a step is predicted to hold
@@ -56,8 +58,8 @@ class Rehearsal:
     program: Program
     cluster: Cluster
     shares: Shares
-    schedule: Schedule
-    bare: Schedule
+    priced: PricedStep
+    bare: PricedStep
     bucket_bytes: int = BUCKET_BYTES
     smaller: int = 1  # device k of the cluster that was measured is device k · smaller of this one
 
@@ -124,12 +126,13 @@ def _laid_out(book: RuleBook, cluster: Cluster) -> Rehearsal | None:
         )
     except LopsidedError:
         return None
-    return Rehearsal(book, program, cluster, shares, lay_out(program, costs), lay_out(program, bare))
+    schedule = lower(program)
+    return Rehearsal(book, program, cluster, shares, price(schedule, costs), price(schedule, bare))
 
 
 def _fits(rehearsal: Rehearsal) -> bool:
     cluster = rehearsal.cluster
-    what = holdings(rehearsal.program, optimizer_named("sgd"), devices=cluster.devices)
+    what = holdings(rehearsal.priced.schedule, optimizer_named("sgd"), devices=cluster.devices)
     held = bytes_per_kind(what, Scale(cluster, rehearsal.shares))
     return all(_ROOM * size <= kind.memory_bytes for size, kind in zip(held, cluster.kinds, strict=True))
 
@@ -154,14 +157,14 @@ def expected(rehearsal: Rehearsal, rank: int) -> Expected:
     tables = {entry.call: entry for entry in cluster.kinds[number].measured}
     steps = {step.node.name: step for step in rehearsal.program.steps}
 
-    def fraction(item: Compute) -> float:
+    def fraction(item: Computed) -> float:
         if item.cut is None:
             return 1.0
         by, length = item.cut
         return rehearsal.shares.cut(length, by)[rank] / max(length, 1)
 
     measured_s, scaling_s, calls, talking = 0.0, 0.0, 0, 0
-    for item in _passes(rehearsal.bare):
+    for item in rehearsal.bare.computes:
         step = steps[item.node]
         texts = call_texts(step.node, graph.values, step.rule.how)
         entry = next((tables[text] for text in texts if text in tables), None)
@@ -173,12 +176,8 @@ def expected(rehearsal: Rehearsal, rank: int) -> Expected:
         scaling_s += fitted_line(points).slope * part
         calls += 1
         talking += entry.call != texts[-1]  # the last is the op by itself
-    all_s = sum(item.seconds[number].at(fraction(item)) for item in _passes(rehearsal.schedule))
+    all_s = sum(item.seconds[number].at(fraction(item)) for item in rehearsal.priced.computes)
     return Expected(measured_s - scaling_s, scaling_s, all_s - measured_s, calls, talking)
-
-
-def _passes(schedule: Schedule) -> list[Compute]:
-    return [item for item in (*schedule.forward, *schedule.backward) if isinstance(item, Compute)]
 
 
 # All together
@@ -219,6 +218,6 @@ def predicted_s(rehearsal: Rehearsal, packing: float) -> float:
     """Of a pass there and back."""
     cluster = replace(rehearsal.cluster, packing=packing)
     costs = Costs(rehearsal.program.graph, cluster, optimizer_named("sgd"))
-    schedule = lay_out(rehearsal.program, costs, bucket_bytes=rehearsal.bucket_bytes)
-    told = run(schedule, costs.network, Scale(cluster, rehearsal.shares))
+    schedule = lower(rehearsal.program, Decisions(rehearsal.bucket_bytes))
+    told = run(price(schedule, costs), costs.network, Scale(cluster, rehearsal.shares))
     return told.forward_s + told.backward_s

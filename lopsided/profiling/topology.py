@@ -27,7 +27,7 @@ from lopsided.profiling.load import BackgroundLoad
 from lopsided.profiling.op_times import Speeds
 from lopsided.profiling.overlap import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
 from lopsided.profiling.pairs import MOST_NODES, unlike_pairs
-from lopsided.schedule.layout import BUCKET_BYTES
+from lopsided.schedule.schedule import BUCKET_BYTES
 
 BESIDE_PART, LINKS_PART = 0.07, 0.28  # of the budget
 

@@ -28,8 +28,8 @@ from lopsided.planner.baselines import STATE
 from lopsided.planner.plan_data import Plan
 from lopsided.report.table import NUMBERS, pattern_of, ranged, skeleton, told_apart
 from lopsided.schedule import timeline
-from lopsided.schedule.cost import Costs, Scale, Transfer, conversion, cut_of, optimizer_named
-from lopsided.schedule.layout import BUCKET_BYTES, regathered
+from lopsided.schedule.cost import Costs, Scale, Transfer, cut_of, optimizer_named
+from lopsided.schedule.schedule import BUCKET_BYTES
 
 LONGEST_PERIOD = 512
 """In nodes: the layers of large models have some 40, and what repeats may be two or three layers."""
@@ -115,24 +115,15 @@ class _Priced:
         self.scale = Scale(plan.on, plan.shares)
         self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
         self.parameters = {leaf.value.name for leaf in self.graph.parameters}
-        self.again = regathered(plan.program, regather=plan.regather)
-        self.made: set[tuple[str, Placement]] = set(plan.program.leaves)
+        self.sent_for = plan.schedule.sent_for
         self.optimizer_name = plan.optimizer
 
     def steps(self) -> Iterator[tuple[Hashable, StepRow]]:
         """A row for every step, and what makes steps alike."""
         for step in self.program.steps:
             node, rule = step.node, step.rule
-            again = node.name in self.costs.reruns
-            sends = [
-                send
-                for name, chain in zip(node.operands, step.chains, strict=True)
-                for send in self._fetch(name, chain, again and name not in self.parameters)
-            ]
-            self.made.update((v.name, give) for v, give in zip(node.results, rule.gives, strict=True))
             cost = self.costs.op(node, rule)
-            sends += [self._send(talk) for talk in cost.sent]
-            sends += [self._send(replace(transfer, hides=True)) for transfer in self.again.get(node.name, ())]
+            sends = [self._send(transfer) for transfer in self.sent_for.get(node.name, ())]
             compute_s = max(cost.seconds(self.scale.fractions(cost.cut)))
             call = f"{short_op(node.op)}({self._operands(node, step.chains)})"
             how = "" if rule.how == "plain" else f" [{rule.how}]"
@@ -144,16 +135,14 @@ class _Priced:
     def ends(self) -> Iterator[StepRow]:
         """The loss and the buffers, which become whole."""
         graph, program = self.graph, self.program
-        sends = merged(self._fetch(graph.loss, program.loss))
+        sends = merged(self._send(transfer) for transfer in self.sent_for.get("", ()))
         yield StepRow(f"return {_short(graph.loss)}: {_arrows(program.loss)}", sends=sends)
-        sent: list[Send] = []
         ways: dict[str, int] = {}
-        for (_, name), chain in zip(graph.updates, program.updates, strict=True):
-            sent += self._fetch(name, chain)
+        for chain in program.updates:
             ways[_arrows(chain)] = ways.get(_arrows(chain), 0) + 1
         if ways:
             counts = ", ".join(f"{count} {way}" for way, count in ways.items())
-            yield StepRow(f"update buffers: {counts}", sends=merged(sent))
+            yield StepRow(f"update buffers: {counts}")
 
     def optimizer(self) -> Iterator[StepRow]:
         totals = [0.0] * len(self.scale.cluster.kinds)
@@ -167,17 +156,6 @@ class _Priced:
                 count += 1
         if count:
             yield StepRow(f"{self.optimizer_name}: update {count} parameters", compute_s=max(totals))
-
-    def _fetch(self, name: str, chain: Chain, again: bool = False) -> Iterator[Send]:
-        """What a chain sends, forward (`again`: twice) and backward; a copy that is there is not made anew."""
-        for source, to in itertools.pairwise(chain):
-            if (name, to) in self.made:
-                continue
-            self.made.add((name, to))
-            there, back = conversion(self.graph.values[name], source, to)
-            for transfer in (there, there if again else None, back):
-                if transfer is not None:
-                    yield self._send(replace(transfer, hides=name in self.parameters))
 
     def _send(self, transfer: Transfer) -> Send:
         size, largest = transfer.whole_bytes, self.scale.largest(transfer.cuts)
@@ -235,16 +213,16 @@ class TimedStep:
 def timed(plan: Plan) -> TimedStep:
     """The step as the planner sees it."""
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
-    schedule = plan.laid_out(costs)
+    priced = plan.priced(costs)
     # Kinds may share a name, or be called "network": numbers tell them apart.
     numbered = tuple(replace(kind, name=f"kind {k}") for k, kind in enumerate(plan.on.kinds))
-    found = timeline.run(schedule, costs.network, Scale(replace(plan.on, kinds=numbered), plan.shares), events=True)
+    found = timeline.run(priced, costs.network, Scale(replace(plan.on, kinds=numbered), plan.shares), events=True)
     lanes: dict[str, list[tuple[Span, bool]]] = {lane: [] for lane in (*(k.name for k in numbered), timeline.NETWORK)}
     for e in found.events:
         span = Span(e.lane, e.what, e.start_s, e.end_s, e.collective, e.way, e.whole_bytes)
         lanes[e.lane].append((span, e.hides))
     *computed, sent = lanes.values()
-    last = len(schedule.optimizer)  # updates come behind all else
+    last = len(priced.updates)  # updates come behind all else
     kinds = [tuple(span for span, _ in lane) for lane in computed]
     return TimedStep(
         found.step_s,

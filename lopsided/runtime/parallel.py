@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ from lopsided.runtime.modes import program_for
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
+from lopsided.schedule.lower import lower
 
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
@@ -149,6 +151,9 @@ class Parallel(nn.Module):
         super().__init__()
         self.__dict__ |= {"plan": plan, "world": world, "steps_done": 0}
         self._graph, self._loss_fn, self._check_every = graph, loss_fn, check_every
+        self._decisions = plan.decisions
+        if bucket_bytes is not None:
+            self._decisions = replace(self._decisions, bucket_bytes=bucket_bytes)
         self._forwards = 0
         self._syncing = True
         self._handed_out = ""  # which batch a sharded loader gave last
@@ -173,7 +178,7 @@ class Parallel(nn.Module):
         self._last_loss = LastLoss(self._here())
         if self.wire is not None:
             self._exchange = Redistributor(self.wire, self.shares, network)
-            self._gradients = Gradients(self._exchange, plan.bucket_bytes if bucket_bytes is None else bucket_bytes)
+            self._gradients = Gradients(self._exchange)
             # Weakly: a module that nobody needs is gone at once, and its watch with it.
             this = weakref.ref(self)
             self._gradients.on_finish = lambda: _step_is_done(this())
@@ -351,14 +356,12 @@ class Parallel(nn.Module):
             if mode not in self._programs:
                 self._programs[mode] = self._program_in(mode)
             self._modes[mode] = Executor(
-                self._programs[mode],
+                lower(self._programs[mode], self._decisions),
                 self._exchange,
                 self._gradients,
                 self.randomness,
                 self._adopted.by_name,
                 self.world.device,
-                regather=self.plan.regather,
-                bucket_bytes=self._gradients.bucket_bytes,
             )
         return self._modes[mode], self._programs[mode]
 

@@ -81,6 +81,7 @@ class Transfer:
     cuts: tuple[Cut, ...] = ()
     hides: bool = False
     ahead: bool = False
+    dtype: str = ""  # of what is sent, where several may be sent as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ def _sent(value: Value, source: Placement, to: Placement, name: str) -> Transfer
     if not collective:
         return None
     cuts = tuple(cut for placement in (source, to) if (cut := cut_of(placement, value.shape)) is not None)
-    return Transfer(f"{name} {source}→{to}", collective, value.bytes, tuple(dict.fromkeys(cuts)))
+    return Transfer(f"{name} {source}→{to}", collective, value.bytes, tuple(dict.fromkeys(cuts)), dtype=value.dtype)
 
 
 # Optimizers
@@ -352,9 +353,9 @@ class Costs:
             forward = [_later(affine, extra) for affine, extra in zip(forward, self.overheads, strict=True)]
             if any(value.grad for value in call.node.results):
                 backward = [_later(affine, extra) for affine, extra in zip(backward, self.overheads, strict=True)]
-        talks, back_talks = _talks(call, rule, cut)
+        talks, back_talks = _sent_by(call, rule)
         forwards = 2 if call.node.name in self.reruns else 1
-        return OpCost(tuple(forward), tuple(backward), cut, talks, (*back_talks, *gathered), forwards)
+        return OpCost(tuple(forward), tuple(backward), cut, talks, back_talks, forwards)
 
     def _roofline(
         self,
@@ -465,6 +466,29 @@ def _split(fitted: Affine, cut: Cut | None, work: Work, wanted: frozenset[int]) 
 
 
 # What ops send
+
+
+def sent_by(graph: Graph, node: Node, rule: Rule) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """What a node sends by itself under a rule, forward and backward: most rules send nothing."""
+    if rule.how == "plain":
+        return (), ()
+    key = (signature(node, graph.values), rule)
+    found = _SENT.get(key)
+    if found is None:
+        if len(_SENT) >= _MOST_SENT:
+            _SENT.clear()
+        found = _SENT[key] = _sent_by(Call(node, tuple(graph.values[name] for name in node.operands)), rule)
+    return found
+
+
+_SENT: dict[object, tuple[tuple[Transfer, ...], tuple[Transfer, ...]]] = {}
+_MOST_SENT = 10_000
+"""So many answers are remembered: a process that plans for days should not grow."""
+
+
+def _sent_by(call: Call, rule: Rule) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    talks, back_talks = _talks(call, rule, rule_cut(call, rule))
+    return talks, (*back_talks, *_gathered(call, rule, _wanted(call, rule)))
 
 
 def _talks(call: Call, rule: Rule, cut: Cut | None) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:

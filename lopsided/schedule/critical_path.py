@@ -1,6 +1,6 @@
 """A step as a function of how large pieces are: its seconds, its longest path, and the bytes it holds.
 
-In: a `Schedule`, what is held (`Holding`s), and `Sizes`: whole units, or shares before rounding (`FractionalShares`).
+In: a `PricedStep`, what is held (`Holding`s), and `Sizes`: whole units, or shares before rounding (`FractionalShares`).
 Out: `FoldedStep` and `MemoryRows`, from which linear programs are made, and `CriticalPath`, the step at some sizes.
 
 The one idea: a schedule is folded once, and walked for many sizes. What is computed without a break is one `Segment`,
@@ -35,9 +35,9 @@ from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.placement import Shares
 from lopsided.schedule.cost import Cut, Scale, Transfer
-from lopsided.schedule.layout import GATHERS_AT_ONCE, Compute, Item, Schedule
 from lopsided.schedule.memory import Holding, describe_excess
-from lopsided.schedule.timeline import gathers
+from lopsided.schedule.pricing import Computed, PricedStep
+from lopsided.schedule.schedule import Compute, Exchange, GatherBucket, Item, Recompute, Redistribute
 
 PerKind = tuple[float, ...]
 
@@ -102,7 +102,7 @@ class Segment:
         return seconds
 
 
-def _segment(item: Compute) -> Segment:
+def _segment(item: Computed) -> Segment:
     constants = tuple(s.constant for s in item.seconds)
     slopes = tuple(s.slope for s in item.seconds)
     if item.cut is None:
@@ -148,25 +148,27 @@ def _message(transfers: Sequence[Transfer]) -> Message:
 
 _COMPUTE, _BLOCK, _SEND, _MARK, _AWAIT = "compute", "block", "send", "mark", "await"
 _GRADIENTS = -1
-"""The mark of the last bucket of gradients; the gathers of a pass are numbered from 0."""
+"""The mark of the last bucket of gradients; buckets of parameters are numbered from 0."""
 
 
 class FoldedStep:
     """A schedule as events over distinct segments and messages, in the order in which `timeline` meets them."""
 
-    def __init__(self, schedule: Schedule, network: Network) -> None:
+    def __init__(self, priced: PricedStep, network: Network) -> None:
         self.kinds = len(network.cluster.kinds)
         self._network, self._drags = network, tuple(kind.drag for kind in network.cluster.kinds)
+        self._computed = priced.computed
         self.events: list[tuple[str, int]] = []
         self._segments: dict[Segment, int] = {}
         self._messages: dict[Message, int] = {}
         self._runs: dict[tuple[object, ...], int] = {}  # layers are alike, and joined once
-        self._running: list[Compute] = []
-        self._bucket_bytes = schedule.bucket_bytes
-        self._add_pass(schedule.forward)
-        self._add_pass(schedule.backward)
+        self._running: list[Computed] = []
+        self._awaited = 0
+        self._gathers: dict[str, int] = {}  # numbers of the buckets of parameters, by id
+        self._add_pass(priced.schedule.forward)
+        self._add_pass(priced.schedule.backward)
         self._add(_AWAIT, _GRADIENTS)
-        self._running += schedule.optimizer
+        self._running += priced.updates
         self._flush()
         self.segments, self.messages = tuple(self._segments), tuple(self._messages)
 
@@ -194,46 +196,30 @@ class FoldedStep:
             self.events.append((_COMPUTE, self._segments.setdefault(segment, len(self._segments))))
 
     def _add_pass(self, items: Sequence[Item]) -> None:
-        """Forward or backward. What is sent when, and with what else, is as `timeline` has it."""
-        coming = gathers(items, self._bucket_bytes)
-        wanted = {position: number for number, (position, _) in enumerate(coming)}
-        filling: dict[str, list[Transfer]] = {}
-        started = 0
-
-        def start_gathers(until: int) -> None:
-            nonlocal started
-            while started < min(until, len(coming)):
-                self._send_together(coming[started][1])
-                self._add(_MARK, started)
-                started += 1
-
-        start_gathers(GATHERS_AT_ONCE)
-        for position, item in enumerate(items):
+        """Forward or backward. What is sent when, and with what else, is as the schedule has it."""
+        for item in items:
             if isinstance(item, Compute):
-                if position in wanted:
-                    start_gathers(wanted[position] + GATHERS_AT_ONCE)
-                    self._add(_AWAIT, wanted[position])
-                self._running.append(item)
-            elif item.ahead:
-                continue
-            elif item.hides:
-                bucket = filling.setdefault(item.collective, [])
-                bucket.append(item)
-                if sum(transfer.whole_bytes for transfer in bucket) >= self._bucket_bytes:
-                    self._send(_SEND, filling.pop(item.collective))
+                if (computed := self._computed.get(item.id)) is not None:
+                    self._running.append(computed)
+            elif isinstance(item, Redistribute):
+                if item.bucket in self._gathers:
+                    self._await(self._gathers[item.bucket])
+                elif not item.bucket and item.transfer is not None:
+                    self._send(_BLOCK, [item.transfer])
+            elif isinstance(item, Exchange):
+                self._send(_BLOCK, [item.transfer])
+            elif not isinstance(item, Recompute):
+                self._send(_SEND if item.hides else _BLOCK, item.transfers)
+                if item.hides and isinstance(item, GatherBucket):
+                    self._add(_MARK, self._gathers.setdefault(item.id, len(self._gathers)))
+                elif item.hides:
                     self._add(_MARK, _GRADIENTS)
-            else:
-                self._send(_BLOCK, [item])
-        start_gathers(len(coming))
-        if len(items) in wanted:
-            self._add(_AWAIT, wanted[len(items)])
-        for bucket in filling.values():
-            self._send(_SEND, bucket)
-            self._add(_MARK, _GRADIENTS)
 
-    def _send_together(self, transfers: Sequence[Transfer]) -> None:
-        for collective in dict.fromkeys(transfer.collective for transfer in transfers):
-            self._send(_SEND, [transfer for transfer in transfers if transfer.collective == collective])
+    def _await(self, number: int) -> None:
+        """Only the first who takes something of a bucket waits for it."""
+        if number >= self._awaited:
+            self._awaited = number + 1
+            self._add(_AWAIT, number)
 
     def computed(self, start: int, stop: int) -> tuple[int, ...]:
         """The segments between two events, in an order that is the same for equal legs."""

@@ -1,6 +1,6 @@
 """What a device has to hold: parameters, gradients, optimizer state, saved activations, gathered copies.
 
-In: a `Program` and an `Optimizer`. Out: `Holding`s, bytes that are either whole on every device or cut like an index;
+In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whole on every device or cut like an index;
 `bytes_per_kind` adds them up for given shares.
 
     stored parameter            bytes · (1 + 1 if trained + state of the optimizer)        `stored`
@@ -26,6 +26,7 @@ Memory is counted once. A view is its operand's memory seen differently, and `I`
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy as twin
@@ -35,13 +36,13 @@ from lopsided.cluster.cluster import Kind
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import DTYPES, Graph, Leaf, Node, Saved, signature
 from lopsided.ir.notation import Rule
-from lopsided.ir.placement import I, Placement, R
-from lopsided.ir.program import Program, Step
+from lopsided.ir.placement import I, Placement
+from lopsided.ir.program import Step
 from lopsided.ir.recompute import reruns
 from lopsided.ops.op import Call
-from lopsided.schedule.cost import Cut, Optimizer, Scale, collective_of, cut_of, rule_cut
+from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
-from lopsided.schedule.layout import BUCKET_BYTES, GATHERS_AT_ONCE
+from lopsided.schedule.schedule import Redistribute, Schedule
 
 USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "gathered", "waiting", "working")
 
@@ -95,23 +96,29 @@ def saved_by(graph: Graph, node: Node, rule: Rule) -> tuple[Holding, ...]:
     return (*found.values(), *(_extra(graph, node, rule) if outside is None else ()))
 
 
-def holdings(
-    program: Program, optimizer: Optimizer, *, regather: bool = False, devices: int = 1
-) -> tuple[Holding, ...]:
+def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> tuple[Holding, ...]:
     """Everything a device holds when it holds most.
 
-    Which step works with most memory depends on how large pieces are: it is picked for `devices` equal shares.
+    Which node works with most memory depends on how large pieces are: it is picked for `devices` equal shares.
     """
-    copies = _Copies(program)
+    program = schedule.program
+    copies = _Copies(schedule)
     placed = dict(program.leaves)
     found: list[Holding] = []
     for leaf in program.graph.leaves:
         found += stored(leaf, placed[leaf.value.name], optimizer)
-    found += _gathered(program, regather)
-    found += _waiting(program)
-    found += _saved(program, copies)
-    found += _working(program, copies, placed, 1 / devices)
+    found += _gathered(schedule)
+    found += _waiting(schedule)
+    found += _saved(schedule, copies)
+    found += _working(schedule, copies, placed, 1 / devices)
     return tuple(found)
+
+
+def _stretches(schedule: Schedule) -> Iterator[tuple[str, list[Step]]]:
+    """The nodes in the order they run, in stretches that one region recomputes, with its id, or none."""
+    region_of = schedule.recomputed
+    for region, steps in itertools.groupby(schedule.program.steps, key=lambda step: region_of.get(step.node.name, "")):
+        yield region, list(steps)
 
 
 def bytes_per_kind(held: Sequence[Holding], scale: Scale) -> tuple[int, ...]:
@@ -134,12 +141,19 @@ def _added_up(held: Sequence[Holding], scale: Scale) -> list[float]:
     return [sum(size * fractions[k] for size, fractions in parts) for k in range(len(scale.cluster.kinds))]
 
 
-def _waiting(program: Program) -> Iterator[Holding]:
+def _waiting(schedule: Schedule) -> Iterator[Holding]:
     """Gradients of whole copies wait for each other, before they are summed and cut."""
-    trained = {leaf.value.name for leaf in program.graph.parameters if leaf.value.grad}
-    copies = (v for v, source, to in program.conversions() if v.name in trained and source.is_shard and to == R)
-    if size := sum(value.bytes for value in copies):
-        yield Holding("gradients in a bucket", "waiting", min(size, BUCKET_BYTES), None, size)
+    size = sum(
+        item.transfer.whole_bytes
+        for item in schedule.backward
+        if isinstance(item, Redistribute)
+        and item.bucket
+        and item.transfer is not None
+        and item.transfer.collective == "reduce_scatter"
+    )
+    if size:
+        most = min(size, schedule.decisions.bucket_bytes)
+        yield Holding("gradients in a bucket", "waiting", most, None, size)
 
 
 # Whose memory it is
@@ -154,12 +168,13 @@ def _whole_alike(copy: _Copy) -> _Copy:
 class _Copies:
     """Follows every (value, placement) of a program to the copy whose memory it is."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, schedule: Schedule) -> None:
+        program = schedule.program
         self.values = program.graph.values
         self.memory: dict[_Copy, _Copy] = {}
         # Copies of parameters are counted where they are gathered.
         parameters = {leaf.value.name for leaf in program.graph.parameters}
-        of_parameters = [(value.name, to) for value, _, to in program.conversions() if value.name in parameters]
+        of_parameters = [(item.value, item.to) for item in schedule.redistributed if item.value in parameters]
         self.held: set[_Copy] = {_whole_alike(copy) for copy in (*program.leaves, *of_parameters)}
         views = _sharing(program.graph).views
         for step in program.steps:
@@ -173,7 +188,7 @@ class _Copies:
         return self.memory.get(copy, copy)
 
     def hold(self, copy: _Copy) -> bool:
-        """Whether this is news."""
+        """Hold a copy; whether it was not held before."""
         if copy in self.held:
             return False
         self.held.add(copy)
@@ -253,13 +268,12 @@ def _kept(node: Node) -> Saved:
     return Saved(tuple(dict.fromkeys((*node.operands, out.name))), 4 * rows)
 
 
-def _saved(program: Program, copies: _Copies) -> Iterator[Holding]:
-    again = _sharing(program.graph).reruns
-    for stretch in program.stretches():
-        if stretch[0].node.name in again:
-            yield from _taken(stretch, copies)
+def _saved(schedule: Schedule, copies: _Copies) -> Iterator[Holding]:
+    for region, steps in _stretches(schedule):
+        if region:
+            yield from _taken(steps, copies)
         else:
-            yield from _saved_by_steps(program, stretch, copies, "saved")
+            yield from _saved_by_steps(schedule.program.graph, steps, copies, "saved")
 
 
 def _taken(stretch: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
@@ -274,7 +288,7 @@ def _taken(stretch: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
         inside.update((value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True))
 
 
-def _saved_by_steps(program: Program, steps: Sequence[Step], copies: _Copies, use: str) -> Iterator[Holding]:
+def _saved_by_steps(graph: Graph, steps: Sequence[Step], copies: _Copies, use: str) -> Iterator[Holding]:
     for step in steps:
         node, rule = step.node, step.rule
         for name in _kept(node).values:
@@ -284,7 +298,7 @@ def _saved_by_steps(program: Program, steps: Sequence[Step], copies: _Copies, us
                 whose = copies.of(name, placement)
                 if copies.hold(whose):
                     yield copies.holding(whose, use)
-        yield from _extra(program.graph, node, rule, use)
+        yield from _extra(graph, node, rule, use)
 
 
 def _extra(graph: Graph, node: Node, rule: Rule, use: str = "saved") -> Iterator[Holding]:
@@ -312,21 +326,23 @@ def _extra(graph: Graph, node: Node, rule: Rule, use: str = "saved") -> Iterator
         yield Holding(f"{node.name} (its own)", use, extra, cut)
 
 
-def _gathered(program: Program, regather: bool) -> Iterator[Holding]:
+def _gathered(schedule: Schedule) -> Iterator[Holding]:
     """Copies of parameters that are no slice of what is stored.
 
     Those that are gathered again are there a few at a time: for a checkpointed region together, until it has run
     backward.
     """
-    parameters = {leaf.value.name for leaf in program.graph.parameters}
-    region_of = _regions(program)
+    parameters = {leaf.value.name for leaf in schedule.program.graph.parameters}
+    region_of = _regions(schedule)
     together: dict[object, list[Holding]] = {}
-    for value, source, to in program.conversions():
-        if value.name not in parameters or (source.is_whole and to.kind != "P"):
+    for item in schedule.redistributed:
+        if item.value not in parameters or (item.source.is_whole and item.to.kind != "P"):
             continue
-        holding = Holding(value.name, "gathered", value.bytes, cut_of(to, value.shape))
-        region = region_of.get((value.name, to))
-        if (regather or region) and collective_of(source, to) == "all_gather":
+        value = schedule.program.graph.values[item.value]
+        holding = Holding(value.name, "gathered", value.bytes, cut_of(item.to, value.shape))
+        region = region_of.get((item.value, item.to), "")
+        gathered = item.transfer is not None and item.transfer.collective == "all_gather"
+        if (schedule.decisions.regather or region) and gathered:
             together.setdefault(region or holding, []).append(holding)
         else:
             yield holding
@@ -334,34 +350,35 @@ def _gathered(program: Program, regather: bool) -> Iterator[Holding]:
     for group in groups[:1]:
         yield from group
     ahead = sorted((holding for group in groups[1:] for holding in group), key=lambda holding: -holding.bytes)
-    yield from ahead[: GATHERS_AT_ONCE - 1]
+    yield from ahead[: schedule.decisions.prefetch - 1]
 
 
-def _regions(program: Program) -> dict[_Copy, int]:
-    """The copies of values that one checkpointed region uses and no other step, with its number."""
-    users: dict[_Copy, set[int]] = {}
-    again = _sharing(program.graph).reruns
-    for step in program.steps:
-        for copy in zip(step.node.operands, step.rule.needs, strict=True):
-            users.setdefault(copy, set()).add(step.node.context.recompute if step.node.name in again else 0)
-    return {copy: min(numbers) for copy, numbers in users.items() if len(numbers) == 1 and numbers != {0}}
+def _regions(schedule: Schedule) -> dict[_Copy, str]:
+    """The copies of values that one checkpointed region uses and no other node, with its id."""
+    users: dict[_Copy, set[str]] = {}
+    for region, steps in _stretches(schedule):
+        for step in steps:
+            for copy in zip(step.node.operands, step.rule.needs, strict=True):
+                users.setdefault(copy, set()).add(region)
+    return {copy: min(regions) for copy, regions in users.items() if len(regions) == 1 and regions != {""}}
 
 
-def _working(program: Program, copies: _Copies, placed: Mapping[str, Placement], even: float) -> tuple[Holding, ...]:
-    """Of the step that works with most, together with what its checkpointed region has recomputed."""
-    parameters = {leaf.value.name for leaf in program.graph.parameters}
-    sharing = _sharing(program.graph)
+def _working(schedule: Schedule, copies: _Copies, placed: Mapping[str, Placement], even: float) -> tuple[Holding, ...]:
+    """Of the node that works with most, together with what its checkpointed region has recomputed."""
+    graph = schedule.program.graph
+    parameters = {leaf.value.name for leaf in graph.parameters}
+    views = _sharing(graph).views
     most = 0.0
     found: tuple[Holding, ...] = ()
-    for stretch in program.stretches():
+    for region, steps in _stretches(schedule):
         held = copies
         again: tuple[Holding, ...] = ()
-        if stretch[0].node.name in sharing.reruns:
+        if region:
             held = copies.apart()
-            again = tuple(_saved_by_steps(program, stretch, held, "recomputed"))
+            again = tuple(_saved_by_steps(graph, steps, held, "recomputed"))
         recomputed = sum(holding.bytes if holding.cut is None else holding.bytes * even for holding in again)
-        for step in stretch:
-            if step.node.name in sharing.views:
+        for step in steps:
+            if step.node.name in views:
                 continue
             parts: dict[Cut | None, int] = {}
             for size, cut in _parts_at_work(step, held, placed, parameters):

@@ -1,16 +1,14 @@
 """An event simulation of a training step: the one number all comparisons use.
 
-In: a `Schedule`, a `Network` and a `Scale` (the shares). Out: `Timeline`: seconds of the step and where they go.
+In: a `PricedStep`, a `Network` and a `Scale` (the shares). Out: `Timeline`: seconds of the step and where they go.
 
 Every kind of device has a lane of computation (devices of a kind do the same at the same time), and all share one
 lane of communication, first in, first out, as one stream of a communication library is.
 
     a transfer that blocks       starts when every kind has arrived and the lane is free; all leave together
-    a gradient                   joins a bucket of its collective. A full bucket (`Schedule.bucket_bytes`) is sent when
-                                 its last gradient is there on every kind; nobody waits for it but the optimizer
-    a gathered parameter         is gathered together with what the next consumers need, up to as much. Two such buckets
-                                 exist at once: the next is started when the consumer of the one before it begins. The
-                                 consumer waits for its own
+    a bucket of gradients        is sent when every kind has arrived at its place in the schedule: its last gradient is
+                                 there. Nobody waits for it but the optimizer
+    a bucket of parameters       is started likewise, ahead of its use; who takes the first parameter of it waits for it
     the optimizer                starts when all gradients are synchronised
     the step                     ends with the slowest kind
 
@@ -20,8 +18,8 @@ computes, kernels of a communication library the multiprocessors. When all stand
 what it takes alone. A stretch below one says that transfers in a row overlap: then it is the last in the row alone that
 takes as long as it does by itself.
 
-A bucket pays the latency once. Its bytes add up, and so does bytes × largest, since the price of a way is linear in
-both.
+A bucket pays the latency once. Its bytes add up, and so does bytes × largest, since the price of an algorithm is linear
+in both.
 
 Each lane's time adds up to the step: compute + optimizer + blocking + exposed + waiting. A lane that stands still is
 *exposed* to communication while the network is busy with a transfer that should have hidden, and *waits* for slower
@@ -30,21 +28,23 @@ devices otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lopsided.cluster.collectives import Network
 from lopsided.schedule.cost import Scale, Transfer
-from lopsided.schedule.layout import BUCKET_BYTES, GATHERS_AT_ONCE, Compute, Item, Schedule
+from lopsided.schedule.pricing import Computed, PricedStep
+from lopsided.schedule.schedule import Bucket, Compute, Exchange, GatherBucket, Item, Recompute, Redistribute
 
 NETWORK = "network"
 
-_LEAST_LEFT = 0.05  # of computing beside what is sent
+_LEAST_LEFT = 0.05
+"""The least part of its speed that a device keeps beside what is sent: one that is slowed down for good never ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something on a lane: a kind's name, or "network", of which it also says what is sent how."""
+    """Something on a lane: a kind's name, or "network", of which it also says what is sent how. `id` names the item."""
 
     lane: str
     what: str
@@ -54,6 +54,7 @@ class Event:
     way: str = ""
     whole_bytes: int = 0
     hides: bool = False
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +123,17 @@ class Timeline:
         }
 
 
-def run(schedule: Schedule, network: Network, scale: Scale, *, events: bool = False) -> Timeline:
+def run(priced: PricedStep, network: Network, scale: Scale, *, events: bool = False) -> Timeline:
     """One training step."""
-    lanes = _Lanes(network, scale, schedule.bucket_bytes, [] if events else None)
-    lanes.run(schedule.forward)
+    lanes = _Lanes(network, scale, priced.computed, [] if events else None)
+    lanes.run(priced.schedule.forward)
     forward = max(lanes.now)
-    lanes.run(schedule.backward)
+    lanes.run(priced.schedule.backward)
     lanes.wait_for(lanes.last_gradients)
     backward = max(lanes.now) - forward
     computed = lanes.computed
     lanes.computed = [0.0] * len(computed)
-    for item in schedule.optimizer:
+    for item in priced.updates:
         lanes.compute(item)
     end = max(lanes.now)
     kinds = scale.cluster.kinds
@@ -153,42 +154,11 @@ def run(schedule: Schedule, network: Network, scale: Scale, *, events: bool = Fa
 
 
 @dataclass(slots=True)
-class _Bucket:
-    """Transfers that are sent as one. `skewed` is the sum of bytes × largest."""
-
-    collective: str
-    names: list[str]
-    size: int = 0
-    skewed: float = 0.0
-
-    def add(self, transfer: Transfer, scale: Scale) -> None:
-        self.names.append(transfer.what)
-        self.size += transfer.whole_bytes
-        self.skewed += transfer.whole_bytes * scale.largest(transfer.cuts)
-
-    @property
-    def largest(self) -> float:
-        return self.skewed / self.size if self.size else 1.0
-
-    @property
-    def what(self) -> str:
-        more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
-        return ", ".join(self.names[:3]) + more
-
-
-@dataclass(slots=True)
-class _Gather:
-    """Buckets (one for each collective) that are gathered together for the consumer at `wanted_at` and later ones."""
-
-    wanted_at: int
-    buckets: list[_Bucket]
-
-
-@dataclass(slots=True)
 class _Hiding:
     """A bucket that is sent: when it starts, and when it ends if computing goes on beside it."""
 
-    bucket: _Bucket
+    bucket: Bucket
+    largest: float
     alone_s: float
     start: float
     end: float
@@ -197,17 +167,19 @@ class _Hiding:
 class _Lanes:
     """The state of the simulation: plain numbers, one per kind."""
 
-    def __init__(self, network: Network, scale: Scale, bucket_bytes: int, events: list[Event] | None) -> None:
-        self.network, self.scale, self.bucket_bytes, self.events = network, scale, bucket_bytes, events
+    def __init__(
+        self, network: Network, scale: Scale, computed: Mapping[str, Computed], events: list[Event] | None
+    ) -> None:
+        self.network, self.scale, self.items, self.events = network, scale, computed, events
         self.kinds = [kind.name for kind in scale.cluster.kinds]
-        # Who is slowed down for good would never end.
         self.left = tuple(max(1 - kind.drag, _LEAST_LEFT) for kind in scale.cluster.kinds)
         self.stretch = network.cluster.stretch
         self.now = [0.0] * len(self.kinds)
         self.computed, self.waiting, self.exposed = [list(self.now) for _ in range(3)]
         self.free = 0.0  # when the network's lane is, if computing goes on
         self.hiding_ones: list[_Hiding] = []  # in the order they are sent
-        self.last_gradients = -1  # their number among these
+        self.gathers: dict[str, int] = {}  # numbers of the buckets of parameters among these, by id
+        self.last_gradients = -1  # the number of the last bucket of gradients
         self.passed = 0  # so many of them are over for all,
         self.over = [0] * len(self.kinds)  # and for each
         self.blocking = self.hiding = 0.0
@@ -216,37 +188,21 @@ class _Lanes:
 
     def run(self, items: Sequence[Item]) -> None:
         """One pass, forward or backward."""
-        coming = [_gather(at, sent, self.scale) for at, sent in gathers(items, self.bucket_bytes)]
-        wanted = {gather.wanted_at: number for number, gather in enumerate(coming)}
-        there: list[int] = []  # the last bucket of each gather, by its number
-        filling: dict[str, _Bucket] = {}
-        for gather in coming[:GATHERS_AT_ONCE]:
-            there.append(self.start(gather))
-        for position, item in enumerate(items):
+        for item in items:
             if isinstance(item, Compute):
-                if position in wanted:
-                    number = wanted[position]
-                    if len(there) < len(coming) and len(there) < number + GATHERS_AT_ONCE:
-                        there.append(self.start(coming[len(there)]))
-                    self.wait_for(there[number])
-                self.compute(item)
-            elif item.ahead:
-                continue
-            elif item.hides:
-                bucket = filling.setdefault(item.collective, _Bucket(item.collective, []))
-                bucket.add(item, self.scale)
-                if bucket.size >= self.bucket_bytes:
-                    self.last_gradients = self.send(filling.pop(item.collective))
-            else:
-                self.block(item)
-        for gather in coming[len(there) :]:
-            there.append(self.start(gather))
-        if coming and coming[-1].wanted_at == len(items):
-            self.wait_for(there[-1])
-        for bucket in filling.values():
-            self.last_gradients = self.send(bucket)
+                if (computed := self.items.get(item.id)) is not None:
+                    self.compute(computed)
+            elif isinstance(item, Redistribute):
+                if item.bucket in self.gathers:
+                    self.wait_for(self.gathers[item.bucket])
+                elif not item.bucket and item.transfer is not None:
+                    self.block(item.id, item.transfer)
+            elif isinstance(item, Exchange):
+                self.block(item.id, item.transfer)
+            elif not isinstance(item, Recompute):
+                self.send(item)
 
-    def compute(self, item: Compute) -> None:
+    def compute(self, item: Computed) -> None:
         key = (id(item.seconds), item.cut)
         seconds = self._computing.get(key)
         if seconds is None:
@@ -257,7 +213,7 @@ class _Lanes:
         if self.events is not None:
             what = f"∂{item.node}" if item.backward else item.node
             for kind, start, end in zip(self.kinds, self.now, ends, strict=True):
-                self.events.append(Event(kind, what, start, end))
+                self.events.append(Event(kind, what, start, end, id=item.id))
         self.computed = [c + end - start for c, start, end in zip(self.computed, self.now, ends, strict=True)]
         self.now = ends
 
@@ -276,28 +232,39 @@ class _Lanes:
             self.over[k] += 1
         return now + seconds
 
-    def block(self, transfer: Transfer) -> None:
+    def block(self, name: str, transfer: Transfer) -> None:
+        largest = self.scale.largest(transfer.cuts)
+        self.stand_for(name, transfer.what, transfer.collective, transfer.whole_bytes, largest)
+
+    def stand_for(self, name: str, what: str, collective: str, size: int, largest: float) -> None:
+        """All wait for all, and then for what is sent."""
         self.wait_for(len(self.hiding_ones) - 1)
         start = max(*self.now, self.free)
         self.stand_still(start)
-        size, largest = transfer.whole_bytes, self.scale.largest(transfer.cuts)
-        taken = self.seconds(transfer.collective, size, largest)
+        taken = self.seconds(collective, size, largest)
         self.blocking += taken
         self.free = start + taken
         self.now = [self.free] * len(self.now)
-        self.note(transfer.what, start, self.free, transfer.collective, size, largest, hides=False)
+        self.note(name, what, start, self.free, collective, size, largest, hides=False)
 
-    def start(self, gather: _Gather) -> int:
-        return [self.send(bucket) for bucket in gather.buckets][-1]
-
-    def send(self, bucket: _Bucket) -> int:
-        """Put a bucket on the network's lane, now that the last kind has arrived; its number."""
+    def send(self, bucket: Bucket) -> None:
+        """Put a bucket on the network's lane, now that the last kind has arrived."""
+        size = bucket.whole_bytes
+        skewed = sum(one.whole_bytes * self.scale.largest(one.cuts) for one in bucket.transfers)
+        largest = skewed / size if size else 1.0
+        if not bucket.hides:
+            self.stand_for(bucket.id, bucket.what, bucket.collective, size, largest)
+            return
         start = max(*self.now, self.free)
-        taken = self.seconds(bucket.collective, bucket.size, bucket.largest)
+        taken = self.seconds(bucket.collective, size, largest)
         self.hiding += taken
         self.free = start + self.stretch * taken
-        self.hiding_ones.append(_Hiding(bucket, taken, start, self.free))
-        return len(self.hiding_ones) - 1
+        number = len(self.hiding_ones)
+        self.hiding_ones.append(_Hiding(bucket, largest, taken, start, self.free))
+        if isinstance(bucket, GatherBucket):
+            self.gathers[bucket.id] = number
+        else:
+            self.last_gradients = number
 
     def wait_for(self, number: int) -> None:
         """All stand still until a bucket has come through. It hurries now that nobody computes beside it."""
@@ -341,55 +308,19 @@ class _Lanes:
         return total
 
     def note(
-        self, what: str, start: float, end: float, collective: str, size: int, largest: float, *, hides: bool
+        self, name: str, what: str, start: float, end: float, collective: str, size: int, largest: float, *, hides: bool
     ) -> None:
         if self.events is not None:
             way = self.network.best(collective, size, largest).implementation
-            self.events.append(Event(NETWORK, what, start, end, collective, way, size, hides))
+            self.events.append(Event(NETWORK, what, start, end, collective, way, size, hides, name))
 
     def all_events(self) -> tuple[Event, ...]:
         """Those of each lane in the order of time."""
         if self.events is None:
             return ()
         for one in self.hiding_ones:
-            bucket = one.bucket
-            self.note(bucket.what, one.start, one.end, bucket.collective, bucket.size, bucket.largest, hides=True)
+            sent = one.bucket
+            self.note(
+                sent.id, sent.what, one.start, one.end, sent.collective, sent.whole_bytes, one.largest, hides=True
+            )
         return tuple(sorted(self.events, key=lambda event: (event.start_s, event.end_s)))
-
-
-def gathers(items: Sequence[Item], bucket_bytes: int = BUCKET_BYTES) -> list[tuple[int, list[Transfer]]]:
-    """What is gathered ahead, in the order it is wanted, in buckets, each with the place of its first consumer.
-
-    What one consumer wants is never parted: it would wait for both parts. What has no consumer is there at the end.
-    """
-    found: list[tuple[int, list[Transfer]]] = []
-    coming: list[Transfer] = []
-    size = 0  # of the bucket that is filling
-    for position, item in enumerate(items):
-        if isinstance(item, Transfer):
-            if item.ahead:
-                coming.append(item)
-        elif coming:
-            more = sum(transfer.whole_bytes for transfer in coming)
-            if not found or size + more > bucket_bytes:
-                found.append((position, []))
-                size = 0
-            found[-1][1].extend(coming)
-            size += more
-            coming = []
-    return [*found, (len(items), coming)] if coming else found
-
-
-def _gather(wanted_at: int, transfers: Sequence[Transfer], scale: Scale) -> _Gather:
-    gather = _Gather(wanted_at, [])
-    _fill(gather, transfers, scale)
-    return gather
-
-
-def _fill(gather: _Gather, transfers: Sequence[Transfer], scale: Scale) -> None:
-    for transfer in transfers:
-        bucket = next((b for b in gather.buckets if b.collective == transfer.collective), None)
-        if bucket is None:
-            bucket = _Bucket(transfer.collective, [])
-            gather.buckets.append(bucket)
-        bucket.add(transfer, scale)

@@ -19,9 +19,10 @@ from lopsided.cluster.devices import Kind, Link, Measured
 from lopsided.models import zoo
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.planner import plan_graph
-from lopsided.schedule.cost import Costs, optimizer_named, update_call
+from lopsided.schedule.cost import Costs, Transfer, optimizer_named, update_call
 from lopsided.schedule.flops import call_text
-from lopsided.schedule.layout import Compute, Transfer, lay_out
+from lopsided.schedule.pricing import Computed
+from tests.support.schedules import lay_out
 
 
 def cluster_of(*, measured: tuple[Measured, ...] = (), overhead_s: float = 0.0, stretch: float = 1.0) -> Cluster:
@@ -81,7 +82,7 @@ def busy(cluster: Cluster, plan: Plan) -> list[float]:
     on = replace(plan, on=cluster)
     costs = Costs(plan.graph, cluster, optimizer_named(plan.optimizer))
     schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
-    items = [item for item in schedule.computes if isinstance(item, Compute)]
+    items = [item for item in schedule.computes if isinstance(item, Computed)]
     return [
         sum(item.seconds[kind].at(fraction_of(on, item.cut, kind)) for item in items)
         for kind in range(len(cluster.kinds))

@@ -27,8 +27,9 @@ from lopsided.errors import RunError
 from lopsided.planner.plan_data import Plan
 from lopsided.report.run_tables import comparison_lines, error_text
 from lopsided.schedule.cost import Costs, optimizer_named
-from lopsided.schedule.layout import Compute, lay_out
+from lopsided.schedule.pricing import Computed
 from tests.support.plans import plan_of
+from tests.support.schedules import lay_out
 
 
 def as_predicted(plan: Plan, *, slower: float = 1.0, late_s: float = 0.0) -> Run:
@@ -40,7 +41,7 @@ def as_predicted(plan: Plan, *, slower: float = 1.0, late_s: float = 0.0) -> Run
         kind = next(k for k, (start, stop) in enumerate(plan.on.spans) if start <= number < stop)
         spans, now = [], late_s * number
         for item in (*schedule.forward, *schedule.backward, *schedule.optimizer):
-            if isinstance(item, Compute):
+            if isinstance(item, Computed):
                 what = OPTIMIZER if item in schedule.optimizer else f"{'∂' if item.backward else ''}{item.node}"
                 took = slower * item.seconds[kind].at(fraction_of(plan, item.cut, number))
                 spans.append(Span(COMPUTE, what, now, now + took))

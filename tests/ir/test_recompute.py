@@ -34,10 +34,13 @@ from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named
 from lopsided.schedule.critical_path import CriticalPath, FoldedStep
-from lopsided.schedule.layout import Compute, Item, lay_out, regathered
+from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings, saved_by
+from lopsided.schedule.pricing import Computed
+from lopsided.schedule.schedule import Decisions, Redistribute, nodes_of
 from lopsided.verification.random_programs import random_program, random_shares
 from tests.support.models import ByHand, example
+from tests.support.schedules import held_by, lay_out
 
 # Bound before capture, as `from torch.utils.checkpoint import checkpoint` and transformers do.
 checkpoint: Any = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
@@ -199,7 +202,7 @@ ROW = 4 * BATCH * NARROW
 
 
 def test_a_region_keeps_what_it_takes_and_recomputes_the_rest(graph: Graph) -> None:
-    held = [h for h in holdings(lopsided.one_device(graph), SGD) if h.use in ("saved", "recomputed")]
+    held = [h for h in held_by(lopsided.one_device(graph), SGD) if h.use in ("saved", "recomputed")]
     assert [(h.what, h.use, h.bytes) for h in held] == [
         ("x", "saved", ROW),
         ("sin", "saved", ROW),
@@ -212,7 +215,7 @@ def test_a_region_keeps_what_it_takes_and_recomputes_the_rest(graph: Graph) -> N
 
 def test_checkpointing_holds_less(graph: Graph, plain: Graph) -> None:
     scale = Scale(cluster(1), (1.0,))
-    (with_regions,), (without,) = (bytes_per_kind(holdings(lopsided.one_device(g), SGD), scale) for g in (graph, plain))
+    (with_regions,), (without,) = (bytes_per_kind(held_by(lopsided.one_device(g), SGD), scale) for g in (graph, plain))
     assert without - with_regions == 4 * BATCH * WIDE  # of the other block
 
 
@@ -239,21 +242,23 @@ def zero(graph: Graph) -> Program:
 @pytest.mark.parametrize("regather", [False, True])
 def test_a_region_gathers_again_and_holds_what_it_gathers(graph: Graph, regather: bool) -> None:
     program = zero(graph)
-    again = regathered(program, regather=regather)
-    assert {node: [t.what for t in transfers] for node, transfers in again.items()} == {
+    schedule = lower(program, Decisions(regather=regather))
+    takes = [(item, node) for item, node in zip(schedule.backward, nodes_of(schedule.backward), strict=True)]
+    again = {node: [item.id] for item, node in takes if isinstance(item, Redistribute) and item.phase == "again"}
+    assert {node: [name.removesuffix(" again") for name in names] for node, names in again.items()} == {
         "linear": ["blocks_0_up_weight S0→R"],
         "linear_1": ["blocks_0_down_weight S0→R"],
         "linear_2": ["blocks_1_up_weight S0→R"],
         "linear_3": ["blocks_1_down_weight S0→R"],
     }
-    gathered = [h.what for h in holdings(program, SGD, regather=regather) if h.use == "gathered"]
+    gathered = [h.what for h in holdings(schedule, SGD) if h.use == "gathered"]
     assert gathered == ["blocks_0_up_weight", "blocks_0_down_weight", "blocks_1_up_weight"]
 
 
 # Time
 
 
-def texts(items: tuple[Item, ...]) -> list[str]:
+def texts(items: tuple[Computed | Transfer, ...]) -> list[str]:
     return [item.what if isinstance(item, Transfer) else f"{'∂' * item.backward}{item.node}" for item in items]
 
 
@@ -286,7 +291,7 @@ def test_a_region_runs_again_before_its_backward_pass(graph: Graph) -> None:
         "∂linear",
         "∂blocks_0_up_weight P→S0",
     ]
-    assert [item.backward for item in schedule.forward if isinstance(item, Compute)] == [False] * 12
+    assert [item.backward for item in schedule.forward if isinstance(item, Computed)] == [False] * 12
 
 
 def test_the_step_is_longer_by_the_forward_pass_of_the_regions(graph: Graph, plain: Graph) -> None:
@@ -294,7 +299,8 @@ def test_the_step_is_longer_by_the_forward_pass_of_the_regions(graph: Graph, pla
     scale = Scale(on, (1.0,))
     costs = Costs(graph, on, SGD)
     longer, shorter = (
-        timeline.run(lay_out(lopsided.one_device(g), Costs(g, on, SGD)), costs.network, scale) for g in (graph, plain)
+        timeline.run(lay_out(lopsided.one_device(g), Costs(g, on, SGD)).priced, costs.network, scale)
+        for g in (graph, plain)
     )
     steps = [step for step in lopsided.one_device(graph).steps if step.node.context.recompute]
     again = sum(costs.op(step.node, step.rule).forward[0].at(1.0) for step in steps)
@@ -309,7 +315,7 @@ def test_prices_timeline_and_walk_agree(seed: int) -> None:
     program = random_program(derive_rules(graph), rng)
     costs, scale = Costs(graph, on, SGD), Scale(on, random_shares(on.devices, rng))
     schedule = lay_out(program, costs, regather=rng.random() < 0.5)
-    load, ran = FoldedStep(schedule, costs.network), timeline.run(schedule, costs.network, scale)
+    load, ran = FoldedStep(schedule.priced, costs.network), timeline.run(schedule.priced, costs.network, scale)
     assert CriticalPath(load, scale, load.ways(costs.network, scale)).step_s == pytest.approx(ran.step_s, rel=1e-9)
     prices = SharePrices(costs, scale)
     computed = sum(prices.rule(step.node, step.rule) for step in program.steps)
@@ -332,9 +338,9 @@ def test_shares_of_a_recomputing_program_are_the_best(graph: Graph) -> None:
     )
     program, costs = zero(graph), Costs(graph, on, SGD)
     schedule = lay_out(program, costs)
-    found = balance(schedule, holdings(program, SGD), on, costs.network, reference=lopsided.Shares((0.5, 0.5)))
+    found = balance(schedule.priced, held_by(program, SGD), on, costs.network, reference=lopsided.Shares((0.5, 0.5)))
     assert found.point.of("")[0] == pytest.approx(2 / 3, abs=0.05)
-    ran = timeline.run(schedule, costs.network, Scale(on, found.shares))
+    ran = timeline.run(schedule.priced, costs.network, Scale(on, found.shares))
     assert found.rounded_s == pytest.approx(ran.step_s, rel=1e-6)
 
 

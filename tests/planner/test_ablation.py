@@ -18,16 +18,19 @@ from lopsided.ir.program import check_program, one_device
 from lopsided.ir.rule_book import RuleBook
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
-from lopsided.planner.ablation import ADDITIONS, HAP, additions_named, beliefs, fewer_rules, in_the_open
+from lopsided.planner.ablation import ADDITIONS, HAP, additions_named, beliefs, fewer_rules
 from lopsided.planner.baselines import STATE, data_parallel, stored_cut
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.planner.planner import plan_graph, predict
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named
-from lopsided.schedule.layout import Compute, lay_out
+from lopsided.schedule.lower import lower
+from lopsided.schedule.pricing import Computed, price
+from lopsided.schedule.schedule import Bucket, Decisions, Schedule, check_schedule
 from lopsided.schedule.timeline import run
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare
+from tests.support.schedules import Flat, lay_out
 
 SMALL = "bert:layers=1,width=32,heads=4,seq=8,vocab=64,dropout=0,batch=16"
 
@@ -103,19 +106,24 @@ def test_in_the_open_everything_is_still_sent_and_nothing_hides(small: Graph, bo
     costs = Costs(small, where, optimizer_named("adamw"))
     program = stored_cut(data_parallel(book, SharePrices(costs, Scale(where, shares))))
     hidden = lay_out(program, costs, regather=True)
-    opened = in_the_open(hidden)
+    schedule = lower(program, Decisions(regather=True, overlap=False))
+    check_schedule(schedule)
+    opened = Flat(price(schedule, costs))
+
+    def buckets(schedule: Schedule) -> list[tuple[str, ...]]:
+        return [item.members for item in schedule.passes if isinstance(item, Bucket)]
 
     def sent(collective: str, transfers: tuple[Transfer, ...]) -> int:
         return sum(one.whole_bytes for one in transfers if one.collective == collective)
 
     for collective in ("all_gather", "reduce_scatter"):
         assert sent(collective, opened.transfers) == sent(collective, hidden.transfers) > 0
-    assert not any(one.hides or one.ahead for one in opened.transfers)
-    assert len(opened.transfers) < len(hidden.transfers)
-    computed = [[item for item in made.forward if isinstance(item, Compute)] for made in (opened, hidden)]
+    assert not any(item.hides for item in schedule.passes if isinstance(item, Bucket))
+    assert [*map(len, buckets(schedule))] == [*map(len, buckets(hidden.priced.schedule))]
+    computed = [[item for item in made.forward if isinstance(item, Computed)] for made in (opened, hidden)]
     assert computed[0] == computed[1]
     scale = Scale(where, shares)
-    before, after = run(hidden, costs.network, scale), run(opened, costs.network, scale)
+    before, after = run(hidden.priced, costs.network, scale), run(opened.priced, costs.network, scale)
     assert after.hiding_s == 0 < before.hiding_s
     assert after.step_s > before.step_s
 

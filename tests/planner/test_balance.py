@@ -17,8 +17,8 @@ from lopsided.cluster.cluster_file import load_cluster
 from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.errors import DoesNotFitError, LopsidedError, SharesError
 from lopsided.planner.balance import balance
-from lopsided.schedule.layout import Schedule
 from lopsided.schedule.memory import Holding
+from lopsided.schedule.pricing import PricedStep
 from tests.support.schedules import (
     GB,
     GROUPED,
@@ -40,7 +40,7 @@ from tests.support.schedules import (
 
 
 @given(cases(), st.integers(0, 10**6))
-def test_no_other_point_is_faster(case: tuple[Cluster, Schedule, Algorithm], seed: int) -> None:
+def test_no_other_point_is_faster(case: tuple[Cluster, PricedStep, Algorithm], seed: int) -> None:
     cluster, schedule, way = case
     network, rng = OneWay(cluster, way), random.Random(seed)
     found = balance(schedule, (), cluster, network, reference=equal(cluster), names=NAMES)
@@ -59,7 +59,7 @@ def test_no_other_point_is_faster(case: tuple[Cluster, Schedule, Algorithm], see
 
 @given(cases(), st.integers(0, 10**6), st.lists(st.integers(2, 16), min_size=3, max_size=3))
 def test_no_other_point_that_fits_is_faster(
-    case: tuple[Cluster, Schedule, Algorithm], seed: int, memory: list[int]
+    case: tuple[Cluster, PricedStep, Algorithm], seed: int, memory: list[int]
 ) -> None:
     cluster, schedule, way = case
     network, rng = OneWay(cluster, way), random.Random(seed)

@@ -19,9 +19,9 @@ from lopsided.planner.baselines import batch_dims, batch_size, data_parallel, le
 from lopsided.planner.search import search
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.schedule.layout import lay_out
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare
+from tests.support.schedules import lay_out
 
 EIGHT = load_cluster("equal-8")
 

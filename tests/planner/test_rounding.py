@@ -18,11 +18,12 @@ from lopsided.planner.balance import balance
 from lopsided.planner.rounding import nearest
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Cut, Scale
-from lopsided.schedule.layout import Item, Schedule
 from lopsided.schedule.memory import Holding, bytes_per_kind
+from lopsided.schedule.pricing import PricedStep
 from tests.support.schedules import (
     GB,
     PADDED,
+    ByHand,
     OneWay,
     affine,
     cases,
@@ -37,7 +38,7 @@ from tests.support.schedules import (
 
 
 @given(cases())
-def test_the_step_in_whole_units_is_the_timelines(case: tuple[Cluster, Schedule, Algorithm]) -> None:
+def test_the_step_in_whole_units_is_the_timelines(case: tuple[Cluster, PricedStep, Algorithm]) -> None:
     cluster, schedule, _ = case
     network = Network(cluster)  # with all its ways
     found = balance(schedule, (), cluster, network, reference=equal(cluster))
@@ -48,7 +49,7 @@ def test_the_step_in_whole_units_is_the_timelines(case: tuple[Cluster, Schedule,
 
 
 @given(cases())
-def test_whole_units_are_never_worse_than_the_nearest(case: tuple[Cluster, Schedule, Algorithm]) -> None:
+def test_whole_units_are_never_worse_than_the_nearest(case: tuple[Cluster, PricedStep, Algorithm]) -> None:
     cluster, schedule, way = case
     network = OneWay(cluster, way)
     found = solve(schedule, cluster, way)
@@ -76,7 +77,7 @@ def test_one_length_is_cut_as_well_as_can_be(
     counts: list[int], length: int, seconds: list[tuple[float, float]], padded: bool
 ) -> None:
     cluster, by = cluster_of(*counts), ("", length)
-    items: list[Item] = [work(*seconds[: len(counts)], by=by)]
+    items: list[ByHand] = [work(*seconds[: len(counts)], by=by)]
     if padded:
         items.append(sent(2 * 10**8, by))
     schedule, network = schedule_of(*items), OneWay(cluster, PADDED)

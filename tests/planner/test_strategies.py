@@ -34,9 +34,9 @@ from lopsided.planner.planner import plan_graph, stores_of
 from lopsided.planner.search import search
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named
-from lopsided.schedule.layout import Schedule, lay_out
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare
+from tests.support.schedules import Flat, lay_out
 
 GOLDEN = Path(__file__).parent / "golden"
 LATENCY_S = 1e-7
@@ -128,7 +128,7 @@ class Searched:
         self.schedule = lay_out(found.program, self.costs)
 
 
-def schedule_of(plan: Plan) -> Schedule:
+def schedule_of(plan: Plan) -> Flat:
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
     return lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
 

@@ -43,7 +43,7 @@ from lopsided.profiling.step_times import (
     prepared_alone,
     prepared_hiding,
 )
-from lopsided.schedule.layout import BUCKET_BYTES
+from lopsided.schedule.schedule import BUCKET_BYTES
 
 CPU = torch.device("cpu")
 SIZES: dict[str, dict[str, int]] = {
@@ -224,7 +224,7 @@ def test_the_batch_stays_cut_however_cheap_it_is_to_send() -> None:
     graph = graph_of("mlp")
     rehearsal = prepared(graph, measured(graph), 1e6)
     assert rehearsal is not None
-    assert not [t for t in rehearsal.schedule.transfers if not t.hides and t.whole_bytes > 8]
+    assert not [t for t in rehearsal.priced.schedule.transfers if not t.hides and t.whole_bytes > 8]
 
 
 def test_what_does_not_fit_is_not_rehearsed() -> None:
@@ -257,13 +257,13 @@ def test_alone_a_device_has_the_whole_batch_and_nobody_to_ask() -> None:
     graph = graph_of("resnet50")
     rehearsal = prepared(graph, measured(graph), 1e6)
     assert rehearsal is not None
-    assert [t for t in rehearsal.schedule.transfers if not t.hides and t.whole_bytes > 8]
+    assert [t for t in rehearsal.priced.schedule.transfers if not t.hides and t.whole_bytes > 8]
     alone = [prepared_alone(rehearsal, rank, 1e6) for rank in range(2)]
     for rank, one in enumerate(alone):
         assert isinstance(one, Rehearsal)
         assert one.kind_of(0).name == rehearsal.kind_of(rank).name
         assert one.shares.work == (1.0,)
-        assert not one.schedule.transfers
+        assert not one.priced.schedule.transfers
         assert {step.rule.how for step in one.program.steps} == {"plain"}
         assert expected(one, 0).all_s > expected(rehearsal, rank).all_s
         assert alone_s(one.play, 0, CPU, 0.0, time.perf_counter) is not None

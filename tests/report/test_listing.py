@@ -34,8 +34,8 @@ from lopsided.report.listing import (
 from lopsided.report.plan_diff import diff_plans
 from lopsided.report.table import bytes_text, pattern_of, ranged, seconds_text, told_apart
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.schedule.layout import lay_out
 from tests.support.plans import DATA_PARALLEL, SHARES, ZERO, cluster, graph, plan_of
+from tests.support.schedules import lay_out
 
 # Rows
 

@@ -14,8 +14,8 @@ from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Scale
 from lopsided.schedule.critical_path import CriticalPath, FoldedStep, FractionalShares, MemoryRows, Path, Sizes
-from lopsided.schedule.layout import BUCKET_BYTES, Schedule
 from lopsided.schedule.memory import Holding, bytes_per_kind
+from lopsided.schedule.pricing import PricedStep
 from tests.support.schedules import (
     NAMES,
     PADDED,
@@ -40,10 +40,9 @@ def length_s(path: Path | None, load: FoldedStep, walk: CriticalPath, sizes: Siz
 
 
 @given(cases(), st.integers(0, 10**6))
-def test_a_walk_takes_as_long_as_the_timeline(case: tuple[Cluster, Schedule, Algorithm], seed: int) -> None:
+def test_a_walk_takes_as_long_as_the_timeline(case: tuple[Cluster, PricedStep, Algorithm], seed: int) -> None:
     cluster, schedule, _ = case
     rng = random.Random(seed)
-    schedule = replace(schedule, bucket_bytes=rng.choice((1, 10**6, BUCKET_BYTES)))
     network = Network(cluster)
     shares = per_device(cluster, *(random_point(rng, cluster) for _ in NAMES), names=NAMES)
     scale, load = Scale(cluster, shares), FoldedStep(schedule, network)

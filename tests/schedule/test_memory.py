@@ -30,13 +30,13 @@ from lopsided.schedule.memory import (
     bytes_per_kind,
     check_fits,
     describe_excess,
-    holdings,
     saved_by,
     stored,
 )
 from lopsided.verification.random_programs import random_program, random_shares
 from tests.support import ROOT
 from tests.support.models import ByHand, example
+from tests.support.schedules import held_by
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "02_write_a_program.py"))
 ADAMW, SGD = optimizer_named("adamw"), optimizer_named("sgd")
@@ -62,17 +62,17 @@ def by_use(held: tuple[Holding, ...], scale: Scale | None = None) -> dict[str, t
 def test_data_parallelism_with_adamw_holds_16_bytes_a_parameter(graph: Graph) -> None:
     program = parse_program(EXAMPLE["DATA_PARALLEL"], graph)
     parameters = sum(leaf.value.elements for leaf in graph.parameters)
-    found = by_use(holdings(program, ADAMW, devices=2))
+    found = by_use(held_by(program, ADAMW, devices=2))
     assert found["parameter"] == found["gradient"] == (4 * parameters,)
     assert found["optimizer"] == (8 * parameters,)
     assert found["gathered"] == (0,)
-    assert by_use(holdings(program, SGD))["optimizer"] == (0,)
+    assert by_use(held_by(program, SGD))["optimizer"] == (0,)
 
 
 def test_zero_holds_a_piece_and_what_it_gathers(graph: Graph) -> None:
     program = parse_program(EXAMPLE["ZERO"], graph)
     matrices, biases = 2 * WIDE * NARROW, WIDE + NARROW
-    found = by_use(holdings(program, ADAMW, devices=2))
+    found = by_use(held_by(program, ADAMW, devices=2))
     state = found["parameter"][0] + found["gradient"][0] + found["optimizer"][0]
     assert state == 16 * matrices // 2 + 16 * biases
     assert found["gathered"] == (4 * matrices,)
@@ -86,7 +86,7 @@ def test_state_is_cut_by_its_own_shares(graph: Graph) -> None:
     )
     program = parse_program(text, graph)
     scale = Scale(cluster(1, 1), Shares((0.5, 0.5), named=(("state", (0.2, 0.8)),)))
-    held = [h for h in holdings(program, ADAMW) if h.what == "up_weight" and h.use != "gathered"]
+    held = [h for h in held_by(program, ADAMW) if h.what == "up_weight" and h.use != "gathered"]
     assert bytes_per_kind(held, scale) == (16 * 2 * NARROW, 16 * 8 * NARROW)
 
 
@@ -99,13 +99,13 @@ def test_regathered_copies_are_there_two_at_once() -> None:
         text = text.replace(f'"{leaf.target}" : I', f'"{leaf.target}" : S0').replace(f"%{name}: I", f"%{name}: S0→I")
     program = parse_program(text, graph)
     sizes = sorted((leaf.value.bytes for leaf in graph.parameters), reverse=True)
-    assert by_use(holdings(program, SGD))["gathered"] == (sum(sizes),)
-    assert by_use(holdings(program, SGD, regather=True))["gathered"] == (sum(sizes[:2]),)
+    assert by_use(held_by(program, SGD))["gathered"] == (sum(sizes),)
+    assert by_use(held_by(program, SGD, regather=True))["gathered"] == (sum(sizes[:2]),)
 
 
 def test_saved_activations_are_counted_once_and_cut(graph: Graph) -> None:
     """relu keeps its result, and the next layer keeps the same; the loss keeps both its inputs."""
-    held = holdings(parse_program(EXAMPLE["DATA_PARALLEL"], graph), ADAMW)
+    held = held_by(parse_program(EXAMPLE["DATA_PARALLEL"], graph), ADAMW)
     saved = {h.what: (h.bytes, h.cut) for h in held if h.use == "saved"}
     rows = ("", BATCH)
     assert saved == {
@@ -120,7 +120,7 @@ def test_saved_activations_are_counted_once_and_cut(graph: Graph) -> None:
 
 def test_a_copy_in_another_placement_is_held_too(graph: Graph) -> None:
     text = EXAMPLE["TENSOR_PARALLEL"].replace("%linear_1: P→I, ", "%linear_1: P→S0→I, ")
-    held = holdings(parse_program(text, graph), ADAMW)
+    held = held_by(parse_program(text, graph), ADAMW)
     # The loss keeps the whole copy; its terms and its piece are not kept.
     saved = {(h.what, h.cut) for h in held if h.use == "saved"}
     assert saved == {("x", None), ("y", None), ("relu", ("", WIDE)), ("linear_1", None)}
@@ -140,7 +140,7 @@ class Heads(nn.Module):
 
 def test_views_share_memory() -> None:
     graph = lopsided.capture(Heads(), {"x": torch.randn(BATCH, NARROW)})
-    held = holdings(lopsided.one_device(graph), SGD)
+    held = held_by(lopsided.one_device(graph), SGD)
     saved = [h for h in held if h.use == "saved"]
     whole = 4 * BATCH * NARROW
     # Of the projection: k and v are kept, which are parts of the same memory.
@@ -164,7 +164,7 @@ def test_what_is_saved_is_what_autograd_keeps(name: str) -> None:
     kept.update((tensor.untyped_storage().data_ptr(), tensor) for tensor in batch.values())
     real = sum(tensor.untyped_storage().nbytes() for memory, tensor in kept.items() if memory not in own)
     graph = lopsided.capture(model, batch)
-    held = holdings(lopsided.one_device(graph), SGD)
+    held = held_by(lopsided.one_device(graph), SGD)
     # A mask of dropout has a number an element here, and a byte on the GPUs that are planned for.
     masks = [node for node in graph.nodes if node.op.startswith("aten.dropout.") and node.saved.extra_bytes]
     real -= sum(node.saved.extra_bytes - node.results[0].elements for node in masks)
@@ -224,8 +224,8 @@ def test_masks_scale_with_their_piece() -> None:
 
 def test_gradients_of_gathered_parameters_wait_for_each_other(graph: Graph) -> None:
     whole = parse_program(EXAMPLE["DATA_PARALLEL"], graph)
-    assert not any(h.use == "waiting" for h in holdings(whole, SGD))
-    (waiting,) = [h for h in holdings(stored_cut(whole), SGD) if h.use == "waiting"]
+    assert not any(h.use == "waiting" for h in held_by(whole, SGD))
+    (waiting,) = [h for h in held_by(stored_cut(whole), SGD) if h.use == "waiting"]
     assert waiting.bytes == sum(leaf.value.bytes for leaf in graph.parameters)
 
 
@@ -233,7 +233,7 @@ def test_buffers_are_whole_and_frozen_parameters_have_no_state() -> None:
     model = ByHand(lambda m, x: (m.lin(x) * m.ema).sum())
     model.lin.bias.requires_grad_(False)
     graph = lopsided.capture(model, {"x": example()})
-    found = {(h.what, h.use): h for h in holdings(lopsided.one_device(graph), ADAMW)}
+    found = {(h.what, h.use): h for h in held_by(lopsided.one_device(graph), ADAMW)}
     assert found["ema", "buffer"] == Holding("ema", "buffer", 4 * 4 * 6, None)
     assert {use for what, use in found if what == "lin_bias"} == {"parameter"}
     weight = next(leaf for leaf in graph.parameters if leaf.target == "lin.weight")
@@ -246,11 +246,11 @@ def test_buffers_are_whole_and_frozen_parameters_have_no_state() -> None:
 
 def test_working_memory_is_that_of_the_largest_step(graph: Graph) -> None:
     """relu has an operand that nobody keeps, its gradient, and that of its result. Gradients of matrices are held."""
-    data_parallel = holdings(parse_program(EXAMPLE["DATA_PARALLEL"], graph), SGD, devices=2)
+    data_parallel = held_by(parse_program(EXAMPLE["DATA_PARALLEL"], graph), SGD, devices=2)
     working = [h for h in data_parallel if h.use == "working"]
     rows = 4 * BATCH * WIDE
     assert working == [Holding("relu", "working", 3 * rows, ("", BATCH))]
-    zero = holdings(parse_program(EXAMPLE["ZERO"], graph), SGD, devices=BATCH)
+    zero = held_by(parse_program(EXAMPLE["ZERO"], graph), SGD, devices=BATCH)
     # Gathered, a matrix has a whole gradient for a while.
     assert [h for h in zero if h.use == "working" and h.cut is None] == [
         Holding("linear", "working", 4 * WIDE * NARROW, None)
@@ -264,7 +264,7 @@ def book(request: pytest.FixtureRequest) -> RuleBook:
 
 
 def memory(program: Program, scale: Scale, **options: bool) -> tuple[int, ...]:
-    return bytes_per_kind(holdings(program, ADAMW, devices=scale.cluster.devices, **options), scale)
+    return bytes_per_kind(held_by(program, ADAMW, devices=scale.cluster.devices, **options), scale)
 
 
 @given(seed=st.integers(0, 10**6))
@@ -274,7 +274,7 @@ def test_random_programs_hold_what_they_hold(book: RuleBook, seed: int) -> None:
     scale = Scale(cluster(2, 1), random_shares(3, state))
     kept, freed = (memory(program, scale, regather=regather) for regather in (False, True))
     assert all(a >= b > 0 for a, b in zip(kept, freed, strict=True))
-    held = holdings(program, ADAMW)
+    held = held_by(program, ADAMW)
     assert all(h.use in USES and h.bytes > 0 for h in held)
     copies = [(h.what, h.use, h.cut, h.bytes) for h in held if h.use not in ("saved", "gathered", "working")]
     assert len(set(copies)) == len(copies)

@@ -23,10 +23,11 @@ from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.ops.derive import derive_rules
 from lopsided.schedule.cost import Affine, Costs, Scale, Transfer, optimizer_named, transfer_s
-from lopsided.schedule.layout import BUCKET_BYTES, Compute, Item, Schedule, lay_out
+from lopsided.schedule.schedule import BUCKET_BYTES
 from lopsided.schedule.timeline import NETWORK, Timeline, run
 from lopsided.verification.random_programs import random_program, random_shares
 from tests.support import ROOT
+from tests.support.schedules import ByHand, Flat, Work, lay_out, schedule_of
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "02_write_a_program.py"))
 NO_TIME = Link(0.0, 1e18)
@@ -44,8 +45,8 @@ def two(link: Link = NO_TIME, speeds: tuple[float, float] = (2e9, 1e9)) -> Clust
 ONE_A_BYTE = two(Link(0.5, 1.0))  # seconds
 
 
-def compute(name: str, *seconds: float, backward: bool = False) -> Compute:
-    return Compute(name, backward, tuple(Affine(s, 0.0) for s in seconds), None)
+def compute(name: str, *seconds: float, backward: bool = False) -> Work:
+    return Work(tuple(Affine(s, 0.0) for s in seconds), None, backward, name)
 
 
 def gradient(name: str, size: int) -> Transfer:
@@ -57,13 +58,13 @@ def gather(name: str, size: int) -> Transfer:
 
 
 def simulated(
-    forward: Sequence[Item] = (),
-    backward: Sequence[Item] = (),
-    optimizer: Sequence[Compute] = (),
+    forward: Sequence[ByHand] = (),
+    backward: Sequence[ByHand] = (),
+    optimizer: Sequence[Work] = (),
     cluster: Cluster = ONE_A_BYTE,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Timeline:
-    schedule = Schedule(tuple(forward), tuple(backward), tuple(optimizer), bucket_bytes)
+    schedule = schedule_of(*forward, backward=backward, optimizer=optimizer, bucket_bytes=bucket_bytes)
     timeline = run(schedule, Network(cluster), Scale(cluster, (0.5, 0.5)), events=True)
     check(timeline)
     assert run(schedule, Network(cluster), Scale(cluster, (0.5, 0.5))) == replace(timeline, events=())
@@ -229,10 +230,10 @@ def graph() -> Graph:
     return lopsided.capture(EXAMPLE["Block"](), {"x": torch.randn(9, 6), "y": torch.randn(9, 6)})
 
 
-def of_program(text: str, graph: Graph, cluster: Cluster, shares: tuple[float, ...]) -> tuple[Schedule, Timeline]:
+def of_program(text: str, graph: Graph, cluster: Cluster, shares: tuple[float, ...]) -> tuple[Flat, Timeline]:
     costs = Costs(graph, cluster, optimizer_named("adamw"))
     schedule = lay_out(parse_program(EXAMPLE[text], graph), costs)
-    timeline = run(schedule, costs.network, Scale(cluster, shares), events=True)
+    timeline = run(schedule.priced, costs.network, Scale(cluster, shares), events=True)
     check(timeline)
     return schedule, timeline
 
@@ -241,7 +242,7 @@ def test_one_device_takes_the_sum(graph: Graph) -> None:
     cluster = replace(two(), kinds=two().kinds[:1])
     costs = Costs(graph, cluster, optimizer_named("adamw"))
     schedule = lay_out(lopsided.one_device(graph), costs)
-    timeline = run(schedule, costs.network, Scale(cluster, (1.0,)))
+    timeline = run(schedule.priced, costs.network, Scale(cluster, (1.0,)))
     assert timeline.step_s == pytest.approx(sum(item.seconds[0].at(1.0) for item in schedule.computes))
     assert timeline.blocking_s == timeline.hiding_s == 0
     assert timeline.waiting_s == (0,)
@@ -253,7 +254,7 @@ def test_shares_by_speed_finish_together(text: str) -> None:
     wide = lopsided.capture(Thirds(), {"x": torch.randn(9, 6), "y": torch.randn(9, 6)})
     costs = Costs(wide, two(), optimizer_named("adamw"))
     schedule = lay_out(parse_program(EXAMPLE[text], wide), costs)
-    timeline = run(schedule, costs.network, Scale(two(), (2 / 3, 1 / 3)))
+    timeline = run(schedule.priced, costs.network, Scale(two(), (2 / 3, 1 / 3)))
     check(timeline)
     scale = Scale(two(), (2 / 3, 1 / 3))
     for item in schedule.computes:
@@ -310,7 +311,7 @@ def test_every_step_is_between_its_busiest_lane_and_the_sum_of_everything(
     scale = Scale(cluster, random_shares(2, state))
     costs = Costs(book.graph, cluster, optimizer_named("adam"))
     schedule = lay_out(random_program(book, state), costs, regather=regather, bucket_bytes=bucket)
-    timeline = run(schedule, costs.network, scale, events=True)
+    timeline = run(schedule.priced, costs.network, scale, events=True)
     check(timeline)
     computing = sum(
         max(a.at(f) for a, f in zip(item.seconds, scale.fractions(item.cut), strict=True)) for item in schedule.computes

@@ -1,0 +1,323 @@
+"""A program and decisions → the lowered step.
+
+In: a `Program`, `Decisions`. Out: `Schedule`, what every device does in a training step.
+
+The backward pass is the forward pass in reverse. A copy that a redistribution made may have several consumers; the
+first of them in the forward pass is the last in the backward pass, and right after it the cotangent of the copy is
+complete and is redistributed back. So the transpose of a redistribution stands where going backward passes the node
+that it was made for. A cotangent that nobody has (nothing that leads to the loss used the copy) is not sent.
+
+A checkpointed region (`Recompute`) runs forward again before its backward pass: it computes, redistributes and gathers
+all it did the first time.
+
+What goes between a stored parameter and its copies travels in buckets (`Buckets`), behind computing:
+
+    gathered, forward     what consecutive consumers take, up to `bucket_bytes`; what one consumer takes is never
+    parted.
+                          `prefetch` buckets exist at once: the next starts when the first of the one before it is taken
+    gathered, backward    the same: copies that `regather` has freed, and those of checkpointed regions
+    gradients             in the order in which they are complete; a bucket is sent when it has `bucket_bytes`
+
+A bucket holds one dtype and one collective, because it is one buffer. What changes the placement of anything else, or
+of a copy that was redistributed before, is waited for by all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from lopsided.ir.placement import Placement
+from lopsided.ir.program import Chain, Program, Step
+from lopsided.ir.recompute import reruns
+from lopsided.schedule.cost import Transfer, conversion, sent_by
+from lopsided.schedule.schedule import (
+    Compute,
+    Decisions,
+    Exchange,
+    GatherBucket,
+    Item,
+    Recompute,
+    Redistribute,
+    ReduceBucket,
+    Schedule,
+    Update,
+    compute_id,
+    counted,
+    exchange,
+    transposed,
+)
+
+_Copy = tuple[str, Placement]
+_Runs = TypeVar("_Runs", bound=Compute | Exchange | Redistribute)
+_Kind = TypeVar("_Kind", GatherBucket, ReduceBucket)
+IN_A_BUCKET = "?"
+"""The bucket of a redistribution that travels in one, until that has a name."""
+
+
+def lower(program: Program, decisions: Decisions | None = None) -> Schedule:
+    """What every device does in a step of this program."""
+    return _Lowering(program, decisions or Decisions()).schedule()
+
+
+@dataclass(slots=True)
+class _Lowered:
+    """One step of the program."""
+
+    step: Step
+    made: list[Redistribute]  # copies, forward
+    forward: list[Compute | Exchange | Redistribute]
+    back: list[Redistribute] = field(default_factory=list)  # their transposes, in the order to run them
+
+
+class _Lowering:
+    def __init__(self, program: Program, decisions: Decisions) -> None:
+        self.program, self.decisions = program, decisions
+        self.stored = dict(program.leaves)
+        self.parameters = {leaf.value.name for leaf in program.graph.parameters}
+        self.regions = reruns(program.graph) if decisions.recompute else {}
+        self.made: set[_Copy] = set(program.leaves)
+        self.steps = [self._forward(step) for step in program.steps]
+        self.ends = list(self._ends())
+        self.reached = self._reached()
+
+    def schedule(self) -> Schedule:
+        for one in self.steps:
+            one.back = [back for item in reversed(one.made) for back in self._transpose(item)]
+        program, buckets = self.program, Buckets(self.decisions)
+        forward = buckets.filled([*(item for one in self.steps for item in one.forward), *self.ends])
+        backward = buckets.filled(list(self._backward()))
+        update = tuple(
+            Update(f"update {name}", name, placement)
+            for name, placement in program.leaves
+            if name in self.parameters and program.graph.values[name].grad
+        )
+        conversions = {one.step.node.name: len(one.made) for one in self.steps}
+        passes = counted(forward, conversions), counted(backward, conversions)
+        return Schedule(program, self.decisions, *passes, update)
+
+    # Forward
+
+    def _forward(self, step: Step) -> _Lowered:
+        name = step.node.name
+        made: list[Redistribute] = []
+        for operand, chain in zip(step.node.operands, step.chains, strict=True):
+            made += self._redistributed(operand, chain)
+        self.made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+        made = _waited_for_first(made)
+        talks, _ = sent_by(self.program.graph, step.node, step.rule)
+        exchanges = [exchange(step, "forward", k, talk) for k, talk in enumerate(talks)]
+        return _Lowered(step, made, [*made, Compute(name, name, "forward"), *exchanges])
+
+    def _redistributed(self, name: str, chain: Chain) -> Iterator[Redistribute]:
+        """What a chain makes; a copy that is there already is not made again."""
+        for source, to in itertools.pairwise(chain):
+            if (name, to) not in self.made:
+                self.made.add((name, to))
+                transfer, _ = conversion(self.program.graph.values[name], source, to)
+                bucket = IN_A_BUCKET if transfer is not None and self._is_stored(name, source) else ""
+                yield Redistribute(f"{name} {source}→{to}", name, source, to, "forward", transfer, bucket)
+
+    def _is_stored(self, name: str, placement: Placement) -> bool:
+        return name in self.parameters and placement == self.stored[name]
+
+    def _ends(self) -> Iterator[Redistribute]:
+        """The loss and the changed buffers become whole."""
+        yield from self._redistributed(self.program.graph.loss, self.program.loss)
+        for (_, name), chain in zip(self.program.graph.updates, self.program.updates, strict=True):
+            yield from self._redistributed(name, chain)
+
+    # Backward
+
+    def _reached(self) -> set[_Copy]:
+        """The copies that lead to the loss: these have a cotangent."""
+        values = self.program.graph.values
+        found = {(self.program.graph.loss, self.program.loss[-1])}
+        for item in reversed(self.ends):
+            if (item.value, item.to) in found:
+                found.add((item.value, item.source))
+        for one in reversed(self.steps):
+            results = zip(one.step.node.results, one.step.rule.gives, strict=True)
+            if any(value.grad and (value.name, give) in found for value, give in results):
+                taken = zip(one.step.node.operands, one.step.rule.needs, strict=True)
+                found.update((name, need) for name, need in taken if values[name].grad)
+            for item in reversed(one.made):
+                if (item.value, item.to) in found:
+                    found.add((item.value, item.source))
+        return found
+
+    def _runs_backward(self, step: Step) -> bool:
+        results = zip(step.node.results, step.rule.gives, strict=True)
+        return any(value.grad and (value.name, give) in self.reached for value, give in results)
+
+    def _transpose(self, item: Redistribute) -> Iterator[Redistribute]:
+        _, transfer = conversion(self.program.graph.values[item.value], item.source, item.to)
+        if transfer is not None and (item.value, item.to) in self.reached:
+            source, to = transposed(item.to), transposed(item.source)
+            bucket = IN_A_BUCKET if self._is_stored(item.value, item.source) else ""
+            yield Redistribute(f"∂{item.value} {source}→{to}", item.value, source, to, "backward", transfer, bucket)
+
+    def _backward(self) -> Iterator[Item]:
+        for item in reversed(self.ends):
+            yield from self._transpose(item)
+        regathered = self._regathered()
+        stretches = [list(group) for _, group in itertools.groupby(self.steps, key=lambda one: self._region(one.step))]
+        region = 0
+        for stretch in reversed(stretches):
+            if stretch[0].step.node.name in self.regions:
+                yield Recompute(f"recompute.{region}", tuple(one.step.node.name for one in stretch))
+                region += 1
+                for one in stretch:
+                    yield from (_again(item) for item in one.forward)
+            for one in reversed(stretch):
+                name = one.step.node.name
+                yield from regathered.get(name, ())
+                if self._runs_backward(one.step):
+                    _, talks = sent_by(self.program.graph, one.step.node, one.step.rule)
+                    yield from (exchange(one.step, "backward", k, talk) for k, talk in enumerate(talks))
+                    yield Compute(compute_id(name, "backward"), name, "backward")
+                yield from one.back
+
+    def _region(self, step: Step) -> int:
+        return step.node.context.recompute if step.node.name in self.regions else 0
+
+    def _regathered(self) -> Mapping[str, Sequence[Redistribute]]:
+        """For each node the gathered copies that it saved and is the first to use backward: they are gathered again.
+
+        A checkpointed region gathers again what it gathered, when it runs again, and keeps it until it has run
+        backward.
+        """
+        if not self.decisions.regather:
+            return {}
+        gathered = {
+            (item.value, item.to): item
+            for one in self.steps
+            if one.step.node.name not in self.regions
+            for item in one.made
+            if item.bucket and item.transfer is not None and item.transfer.collective == "all_gather"
+        }
+        found: dict[str, list[Redistribute]] = {}
+        for one in reversed(self.steps):
+            node = one.step.node
+            if node.name not in self.regions and self._runs_backward(one.step):
+                for copy in zip(node.operands, one.step.rule.needs, strict=True):
+                    if copy[0] in node.saved.values and copy in gathered:
+                        found.setdefault(node.name, []).append(_again(gathered.pop(copy)))
+        return found
+
+
+def _waited_for_first(made: Sequence[Redistribute]) -> list[Redistribute]:
+    """What all wait for comes before what travels in buckets, unless it starts from such a copy."""
+    copies = {(item.value, item.to) for item in made if item.bucket}
+
+    def place(item: Redistribute) -> int:
+        if item.bucket:
+            return 1
+        after = (item.value, item.source) in copies
+        if after:
+            copies.add((item.value, item.to))
+        return 2 if after else 0
+
+    return sorted(made, key=place)
+
+
+def _again(item: _Runs) -> _Runs:
+    return replace(item, id=f"{item.id} again", phase="again")
+
+
+# Buckets
+
+
+class Buckets:
+    """Numbers buckets through the whole step."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        self.decisions = decisions
+        self.gathers, self.reduces = itertools.count(), itertools.count()
+
+    def filled(self, items: Sequence[Item]) -> list[Item]:
+        """One pass, with its buckets, and every redistribution told by which it travels."""
+        coming = self._gathered(items)
+        named = {member: bucket.id for group in coming for bucket in group for member in bucket.members}
+        number = {member: k for k, group in enumerate(coming) for bucket in group for member in bucket.members}
+        filling: dict[tuple[str, str], list[Redistribute]] = {}
+        done: list[Item] = []
+        started = 0
+
+        def start(until: int) -> None:
+            nonlocal started
+            while started < min(until, len(coming)):
+                done.extend(coming[started])
+                started += 1
+
+        if self.decisions.overlap:
+            start(self.decisions.prefetch)
+        for item in items:
+            if not isinstance(item, Redistribute) or not item.bucket or item.transfer is None:
+                done.append(item)
+            elif item.phase != "backward":
+                start(number[item.id] + (self.decisions.prefetch if self.decisions.overlap else 1))
+                done.append(replace(item, bucket=named[item.id]))
+            else:
+                key = (item.transfer.collective, item.transfer.dtype)
+                filling.setdefault(key, []).append(item)
+                done.append(item)
+                if _size(filling[key]) >= self.decisions.bucket_bytes:
+                    self._send(filling.pop(key), done)
+        for members in filling.values():
+            self._send(members, done)
+        return done
+
+    def _send(self, members: Sequence[Redistribute], done: list[Item]) -> None:
+        bucket = _bucket(ReduceBucket, f"reduce.{next(self.reduces)}", members, self.decisions.overlap)
+        ids = set(bucket.members)
+        for k in range(len(done) - 1, -1, -1):
+            one = done[k]
+            if one.id in ids and isinstance(one, Redistribute):
+                done[k] = replace(one, bucket=bucket.id)
+                ids.remove(one.id)
+                if not ids:
+                    break
+        done.append(bucket)
+
+    def _gathered(self, items: Iterable[Item]) -> list[list[GatherBucket]]:
+        """What is gathered together: for each group of consumers a bucket of every collective and dtype."""
+        groups: list[list[Redistribute]] = []
+        wanted: list[Redistribute] = []
+        for item in items:
+            if (
+                isinstance(item, Redistribute)
+                and item.bucket
+                and item.transfer is not None
+                and item.phase != "backward"
+            ):
+                wanted.append(item)
+            elif isinstance(item, Compute) and wanted:
+                if not groups or _size(groups[-1]) + _size(wanted) > self.decisions.bucket_bytes:
+                    groups.append([])
+                groups[-1] += wanted
+                wanted = []
+        if wanted:
+            groups.append(wanted)
+        return [self._by_buffer(group) for group in groups]
+
+    def _by_buffer(self, group: Sequence[Redistribute]) -> list[GatherBucket]:
+        alike: dict[tuple[str, str], list[Redistribute]] = {}
+        for item in group:
+            if item.transfer is not None:
+                alike.setdefault((item.transfer.collective, item.transfer.dtype), []).append(item)
+        return [
+            _bucket(GatherBucket, f"gather.{next(self.gathers)}", members, self.decisions.overlap)
+            for members in alike.values()
+        ]
+
+
+def _size(members: Iterable[Redistribute]) -> int:
+    return sum(item.transfer.whole_bytes for item in members if item.transfer is not None)
+
+
+def _bucket(kind: type[_Kind], name: str, members: Sequence[Redistribute], hides: bool) -> _Kind:
+    transfers: tuple[Transfer, ...] = tuple(item.transfer for item in members if item.transfer is not None)
+    return kind(name, tuple(item.id for item in members), transfers, hides)

@@ -1,0 +1,78 @@
+"""Seconds for everything that is computed in a lowered step.
+
+In: a `Schedule` and the `Costs` of a cluster. Out: `PricedStep`: affine seconds for each kind of device, by the id of
+what takes them. What is sent has no seconds yet: those depend on shares (`lopsided.schedule.timeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from lopsided.schedule.cost import FREE, Affine, Costs, Cut, cut_of
+from lopsided.schedule.schedule import Compute, Phase, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Seconds of one item for each kind of device. `cut` says which fraction of them a device has."""
+
+    id: str
+    node: str
+    phase: Phase
+    seconds: tuple[Affine, ...]
+    cut: Cut | None
+
+    @property
+    def backward(self) -> bool:
+        return self.phase == "backward"
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A schedule with what its computing costs. What costs nothing has no entry."""
+
+    schedule: Schedule
+    computed: Mapping[str, Computed]  # by id: the passes, then the updates
+
+    @cached_property
+    def computes(self) -> tuple[Computed, ...]:
+        """In both passes, in order."""
+        ids = (item.id for item in self.schedule.passes)
+        return tuple(self.computed[name] for name in ids if name in self.computed)
+
+    @cached_property
+    def updates(self) -> tuple[Computed, ...]:
+        """What the optimizer does for each parameter. Here `node` is the parameter."""
+        return tuple(self.computed[item.id] for item in self.schedule.update if item.id in self.computed)
+
+
+def price(schedule: Schedule, costs: Costs) -> PricedStep:
+    """What the computing of a step costs on a cluster."""
+    around = any((*costs.overheads, *costs.packing))
+    found: dict[str, Computed] = {}
+    for item in schedule.passes:
+        if isinstance(item, Compute):
+            step = schedule.steps[item.node]
+            cost = costs.op(step.node, step.rule)
+            seconds = cost.backward if item.phase == "backward" else cost.forward
+            if around and item.conversions:
+                seconds = _with_conversions(seconds, costs, item)
+            if any(affine != FREE for affine in seconds):
+                found[item.id] = Computed(item.id, item.node, item.phase, seconds, cost.cut)
+    leaves = {leaf.value.name: leaf for leaf in schedule.program.graph.parameters}
+    for update in schedule.update:
+        leaf = leaves[update.parameter]
+        seconds = costs.update(leaf, update.placement)
+        cut = cut_of(update.placement, leaf.value.shape)
+        found[update.id] = Computed(update.id, update.parameter, "backward", seconds, cut)
+    return PricedStep(schedule, found)
+
+
+def _with_conversions(seconds: tuple[Affine, ...], costs: Costs, item: Compute) -> tuple[Affine, ...]:
+    """And what a process takes around the conversions made for a node: its own work, and packing what is sent."""
+    around = zip(seconds, costs.overheads, costs.packing, strict=True)
+    return tuple(
+        s + Affine(item.conversions * overhead_s + item.packed_bytes * packing_s) for s, overhead_s, packing_s in around
+    )
