@@ -1,4 +1,4 @@
-"""The command line: with `cli_plan` (about plans), `cli_run` (about runs) and `cli_demo`, the only place that prints.
+"""The command line: where it begins, how it ends, and the commands about models and rules.
 
 `main` turns every `LopsidedError` into a short message and an exit status: 2 for what the user gave, 1 for a check that
 failed, 130 when interrupted. `-v` shows the traceback as well.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import difflib
 import errno
-import json
 import math
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, NoReturn
@@ -22,16 +21,17 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 from rich.markup import escape
-from rich.table import Table
 from torch.nn.parameter import is_lazy
 
 from lopsided.capturing.capture_graph import capture
-from lopsided.cli import demo_command as cli_demo
-from lopsided.cli import plan_commands as cli_plan
-from lopsided.cli import profile_commands as cli_profile
-from lopsided.cli import report_commands as cli_report
-from lopsided.cli import run_commands as cli_run
-from lopsided.cli import train_commands as cli_train
+from lopsided.cli import (
+    demo_command,
+    plan_commands,
+    profile_commands,
+    report_commands,
+    run_commands,
+    train_commands,
+)
 from lopsided.cli.terminal import (
     BROKEN_PIPE,
     AsJson,
@@ -41,9 +41,10 @@ from lopsided.cli.terminal import (
     err,
     is_verbose,
     load_shapes,
-    out,
     print_json,
     progress_bar,
+    say,
+    say_all,
     spell_out,
     stop_writing,
 )
@@ -59,6 +60,7 @@ from lopsided.ops.derive import derive_rules, describe_call
 from lopsided.ops.op import Op
 from lopsided.ops.samples import known_reason, sampled_ops, samples_of
 from lopsided.ops.validator import Finding, as_call, validate
+from lopsided.report.table import Column, Row, Table, text_lines
 from lopsided.verification.verifier import Verification, suspects, verify
 
 app = typer.Typer(
@@ -71,18 +73,18 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
-app.command("plan")(cli_plan.plan_command)
-app.command("show")(cli_plan.show_command)
-app.command("diff")(cli_plan.diff_command)
-app.command("clusters")(cli_plan.clusters_command)
-app.command("profile")(cli_profile.profile_command)
-app.command("report")(cli_report.report_command)
-app.command("trace")(cli_report.trace_command)
-app.command("run", cls=cli_run.RunCommand)(cli_run.run_command)
-app.command("convert")(cli_run.convert_command)
-app.command("train")(cli_train.train_command)
-app.command("confront")(cli_train.confront_command)
-app.command("demo")(cli_demo.demo_command)
+app.command("plan")(plan_commands.plan_command)
+app.command("show")(plan_commands.show_command)
+app.command("diff")(plan_commands.diff_command)
+app.command("clusters")(plan_commands.clusters_command)
+app.command("profile")(profile_commands.profile_command)
+app.command("report")(report_commands.report_command)
+app.command("trace")(report_commands.trace_command)
+app.command("run", cls=run_commands.RunCommand)(run_commands.run_command)
+app.command("convert")(run_commands.convert_command)
+app.command("train")(train_commands.train_command)
+app.command("confront")(train_commands.confront_command)
+app.command("demo")(demo_command.demo_command)
 
 
 def main() -> NoReturn:
@@ -103,8 +105,7 @@ def main() -> NoReturn:
         if is_verbose():
             err.print_exception()
         if "--json" in sys.argv:
-            told = {"error": type(error).__name__, "what": error.what, "where": error.where, "do": error.do}
-            print_json(json.dumps(told))
+            print_json({"error": type(error).__name__, "what": error.what, "where": error.where, "do": error.do})
         err.print(f"[bold]{type(error).__name__}[/bold]: {escape(str(error))}")
         sys.exit(2 if isinstance(error, InputError) else 1)
     except Exception as error:
@@ -152,12 +153,15 @@ def capture_command(
         "rules_s": time.perf_counter() - started - captured_s,
     }
     if as_json:
-        out.print_json(json.dumps({"model": model, **facts, "graph": graph.text()}))
+        print_json({"model": model, **facts, "graph": graph.text()})
         return
-    out.print(escape(_with_rules(graph, book) if rules else graph.text(sources=True)))
+    say(_with_rules(graph, book) if rules else graph.text(sources=True))
     words = ", ".join(f"{facts[key]:,} {key}" for key in ("nodes", "parameters", "rules"))
-    out.print(f"{words}; fingerprint {graph.fingerprint}; captured in {captured_s:.2f} s")
-    _say_experiments(book)
+    say(f"{words}; fingerprint {graph.fingerprint}; captured in {captured_s:.2f} s")
+    for op in facts["by_experiment"]:
+        node = next(n for n in book.by_experiment if n.op == op)
+        rules_found = len(book.rules[node.name])
+        say(f"{op} has no line in the table: {rules_found} rules found by experiment  {node.source}")
 
 
 def _graph_facts(graph: Graph, book: RuleBook) -> dict[str, Any]:
@@ -179,13 +183,6 @@ def _with_rules(graph: Graph, book: RuleBook) -> str:
     return "\n".join(lines)
 
 
-def _say_experiments(book: RuleBook) -> None:
-    for op in sorted({node.op for node in book.by_experiment}):
-        node = next(n for n in book.by_experiment if n.op == op)
-        rules = book.rules[node.name]
-        out.print(escape(f"{op} has no line in the table: {len(rules)} rules found by experiment  {node.source}"))
-
-
 # rules
 
 
@@ -204,7 +201,7 @@ def rules_command(
     if listing:
         for name in ops:
             described = describe_call(as_call(samples_of(name)[0])[0])
-            out.print(escape(f"{name:<40} {described.text if described else ''}"))
+            say(f"{name:<40} {described.text if described else ''}")
         return
     torch.set_num_threads(1)  # thousands of tiny kernels: threads cost more than they bring
     findings: list[Finding] = []
@@ -214,7 +211,7 @@ def rules_command(
             advance()
     wrong = sum(len(finding.wrong) for finding in findings)
     if as_json:
-        out.print_json(json.dumps(_findings_json(findings)))
+        print_json(_findings_json(findings))
     else:
         _print_findings(findings, details=bool(op))
     raise typer.Exit(1 if wrong else 0)
@@ -249,68 +246,63 @@ def _ops_named(op: str) -> list[str]:
 
 
 def _findings_json(findings: list[Finding]) -> dict[str, Any]:
+    def about(f: Finding) -> dict[str, Any]:
+        return {"sample": str(f.sample), "line": f.line}
+
     return {
         "ops": len({finding.sample.op for finding in findings}),
         "samples": len(findings),
         "rules": sum(len(finding.rules) for finding in findings),
         "wrong": [
-            {"sample": str(f.sample), "line": f.line, "rule": str(rule), "error": _finite(error)}
-            for f in findings
-            for rule, error in f.wrong
+            {**about(f), "rule": str(rule), "error": _or_refused(error)} for f in findings for rule, error in f.wrong
         ],
         "missing": [
-            {"sample": str(f.sample), "line": f.line, "rule": str(rule), "reason": known_reason(f.sample.op)}
-            for f in findings
-            for rule in f.missing
+            {**about(f), "rule": str(rule), "reason": known_reason(f.sample.op)} for f in findings for rule in f.missing
         ],
-        "findings": [
-            {
-                "op": f.sample.op,
-                "sample": str(f.sample),
-                "line": f.line,
-                "rules": [str(rule) for rule, _ in f.rules],
-            }
-            for f in findings
-        ],
+        "findings": [{"op": f.sample.op, **about(f), "rules": [str(rule) for rule, _ in f.rules]} for f in findings],
     }
 
 
-def _finite(error: float) -> float | str:
+def _or_refused(error: float) -> float | str:
     return error if math.isfinite(error) else "refused"
 
 
+def _error_text(error: float) -> str:
+    return f"{error:.1e}" if math.isfinite(error) else "refused"
+
+
+def _findings_table(findings: list[Finding]) -> Table:
+    rows = []
+    for op in dict.fromkeys(finding.sample.op for finding in findings):
+        mine = [finding for finding in findings if finding.sample.op == op]
+        worst = max((error for finding in mine for _, error in finding.rules), default=0.0)
+        rows.append(Row((op, len(mine), sum(len(finding.rules) for finding in mine), worst, mine[0].line)))
+    columns = (
+        Column("op"),
+        Column("samples", str),
+        Column("rules", str),
+        Column("worst error", _error_text),
+        Column("line"),
+    )
+    return Table("rules", columns, tuple(rows))
+
+
 def _print_findings(findings: list[Finding], *, details: bool) -> None:
-    if details:
-        for finding in findings:
-            out.print(escape(f"{finding.sample}\n  {finding.line}"))
-            for rule, error in finding.rules:
-                out.print(escape(f"    {rule!s:<44} {'refused' if math.isinf(error) else f'{error:.1e}'}"))
-    else:
-        table = Table("op", "line", "samples", "rules", "worst error", box=None, pad_edge=False)
-        for op in dict.fromkeys(finding.sample.op for finding in findings):
-            mine = [finding for finding in findings if finding.sample.op == op]
-            worst = max((error for finding in mine for _, error in finding.rules), default=0.0)
-            rules = sum(len(finding.rules) for finding in mine)
-            table.add_row(
-                op,
-                escape(mine[0].line),
-                str(len(mine)),
-                str(rules),
-                "refused" if math.isinf(worst) else f"{worst:.0e}",
-            )
-        out.print(table)
+    if not details:
+        say_all(text_lines(_findings_table(findings), indent=0))
+    for finding in findings if details else ():
+        say(f"{finding.sample}\n  {finding.line}")
+        say_all(f"    {rule!s:<44} {_error_text(error)}" for rule, error in finding.rules)
     for finding in findings:
         for rule, error in finding.wrong:
-            out.print(escape(f"WRONG    {finding.sample}  {finding.line}\n         {rule}  error {_finite(error)}"))
+            say(f"WRONG    {finding.sample}  {finding.line}\n         {rule}  error {_or_refused(error)}")
         if finding.missing:
             rules_held = "; ".join(map(str, finding.missing))
             reason = known_reason(finding.sample.op) or "the line does not give this: should an index be lower case?"
-            out.print(escape(f"missing  {finding.sample}  {finding.line}\n         {rules_held}\n         {reason}"))
-    rules = sum(len(finding.rules) for finding in findings)
-    wrong = sum(len(finding.wrong) for finding in findings)
-    missing = sum(len(finding.missing) for finding in findings)
+            say(f"missing  {finding.sample}  {finding.line}\n         {rules_held}\n         {reason}")
+    rules, wrong, missing = (sum(len(getattr(f, of)) for f in findings) for of in ("rules", "wrong", "missing"))
     ops = len({finding.sample.op for finding in findings})
-    out.print(f"{ops} ops, {len(findings)} samples, {rules} rules: {wrong} wrong, {missing} valid but not derived")
+    say(f"{ops} ops, {len(findings)} samples, {rules} rules: {wrong} wrong, {missing} valid but not derived")
 
 
 # verify
@@ -351,7 +343,7 @@ def verify_command(
         raise InputError("--shares already says how many devices", where="--devices", do="leave one of the two out")
     fractions = None if devices else _parse_shares(shares or _SHARES)
     if plan_file or processes:
-        cli_run.verify_runs(
+        run_commands.verify_runs(
             model,
             batch,
             seed,
@@ -378,7 +370,7 @@ def verify_command(
         )
     seconds = time.perf_counter() - started
     if as_json:
-        out.print_json(json.dumps(_verification_json(model, result, seconds)))
+        print_json(_verification_json(model, result, seconds))
     else:
         _print_verification(model, result, seconds)
     raise typer.Exit(0 if result.passed else 1)
@@ -405,9 +397,9 @@ def _verification_json(model: str, result: Verification, seconds: float) -> dict
         "model": model,
         "passed": result.passed,
         "programs": len(result.trials),
-        "worst_error": _finite(worst.error),
+        "worst_error": _or_refused(worst.error),
         "worst_where": worst.where,
-        "capture_error": _finite(result.capture_error),
+        "capture_error": _or_refused(result.capture_error),
         "capture_tolerance": result.capture_tolerance,
         "tolerance": TOLERANCE,
         "nodes": len(result.graph.nodes),
@@ -417,7 +409,7 @@ def _verification_json(model: str, result: Verification, seconds: float) -> dict
         "by_experiment": list(result.by_experiment),
         "seconds": seconds,
         "failed": [
-            {"program": str(t.program), "shares": t.shares, "error": _finite(t.error), "where": t.where}
+            {"program": str(t.program), "shares": t.shares, "error": _or_refused(t.error), "where": t.where}
             for t in result.trials
             if not t.error <= TOLERANCE
         ],
@@ -426,38 +418,32 @@ def _verification_json(model: str, result: Verification, seconds: float) -> dict
 
 def _print_verification(model: str, result: Verification, seconds: float) -> None:
     worst = result.worst
-    out.print(f"{model}: {len(result.graph.nodes)} nodes, {len(result.trials)} random programs in {seconds:.1f} s")
-    for what, counts in (
-        ("placements", result.placements),
-        ("conversions", result.conversions),
-        ("rules", result.rules),
-    ):
-        out.print(f"  {what:<12}{_counts(counts)}")
+    say(f"{model}: {len(result.graph.nodes)} nodes, {len(result.trials)} random programs in {seconds:.1f} s")
+    for what in ("placements", "conversions", "rules"):
+        counts = sorted(getattr(result, what).items(), key=lambda pair: -pair[1])
+        say(f"  {what:<12}{'  '.join(f'{name} {count}' for name, count in counts)}")
     if result.by_experiment:
-        out.print(f"  no line     {', '.join(result.by_experiment)}: rules by experiment")
-    out.print(f"  capture     the graph against the model itself: {result.capture_error:.1e}")
-    out.print(f"  worst error {worst.error:.1e} in {worst.where}, shares {', '.join(f'{s:.2f}' for s in worst.shares)}")
+        say(f"  no line     {', '.join(result.by_experiment)}: rules by experiment")
+    say(f"  capture     the graph against the model itself: {result.capture_error:.1e}")
+    say(f"  worst error {worst.error:.1e} in {worst.where}, shares {', '.join(f'{s:.2f}' for s in worst.shares)}")
     if result.capture_tolerance > TOLERANCE:
-        out.print("              (the model does not run in float64, so that comparison is in its own dtype)")
+        say("              (the model does not run in float64, so that comparison is in its own dtype)")
     if result.passed:
-        out.print(f"[green]same as one device[/green] (within {TOLERANCE:.0e}, float64)")
+        say(f"same as one device (within {TOLERANCE:.0e}, float64)", "green")
         return
     if not result.capture_error <= result.capture_tolerance:
-        out.print(
-            f"[red]not the same as one device[/red]: the captured graph is not the model "
+        say(
+            f"not the same as one device: the captured graph is not the model "
             f"({result.capture_error:.1e} > {result.capture_tolerance:.0e}). Does it depend on more than its inputs, "
-            "parameters and buffers: a Python counter, another random generator, a hook?"
+            "parameters and buffers: a Python counter, another random generator, a hook?",
+            "red",
         )
     if not worst.error <= TOLERANCE:
-        out.print(escape(f"\nthe worst program:\n{worst.program}"))
+        say(f"\nthe worst program:\n{worst.program}")
         for op, rule, failing, others in suspects(result)[:3]:
-            out.print(escape(f"suspect  {op} by {rule}: in {failing} programs that differ, in {others} that do not"))
-        out.print("A rule is wrong: `lopsided rules --op NAME` tries those of one op. Please report it with the model.")
-        out.print(f"[red]not the same as one device[/red]: {worst.error:.1e} > {TOLERANCE:.0e}")
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return "  ".join(f"{name} {count}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+            say(f"suspect  {op} by {rule}: in {failing} programs that differ, in {others} that do not")
+        say("A rule is wrong: `lopsided rules --op NAME` tries those of one op. Please report it with the model.")
+        say(f"not the same as one device: {worst.error:.1e} > {TOLERANCE:.0e}", "red")
 
 
 @contextmanager

@@ -5,7 +5,6 @@ In: nothing. Out: text of at most 96 columns, or JSON. Progress goes to stderr.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +14,10 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from lopsided.cli.terminal import AsJson, Verbose, err, out, print_json
+from lopsided.cli.terminal import AsJson, Verbose, err, out, print_json, say, say_all
 from lopsided.demo.contest import ALONE, BY_SPEED, EQUAL, LOPSIDED
 from lopsided.demo.race import SAME, Busy, Outcome, RaceEntry, run_demo
+from lopsided.report.table import Cell, Column, Row, Table, percent, seconds_text, speed_text, text_lines, times
 
 TITLES = {
     ALONE: "one worker alone",
@@ -41,10 +41,9 @@ def demo_command(
     with _progress(quiet=as_json) as say:
         outcome = run_demo(quick=quick, say=say)
     if as_json:
-        print_json(json.dumps(_as_json(outcome)))
+        print_json(_as_json(outcome))
     else:
-        for line in lines_of(outcome):
-            out.print(line)
+        _tell(outcome)
     raise typer.Exit(0 if outcome.loss_difference <= SAME else 1)
 
 
@@ -72,67 +71,61 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str, str], None]]:
 # As text
 
 
-def lines_of(outcome: Outcome) -> Iterator[str]:
-    """Everything, with markup."""
-    yield from _setting_lines(outcome)
-    yield from _step_lines(outcome)
-    yield from _time_lines(outcome)
-    yield from _loss_lines(outcome)
-    yield from _last_lines(outcome)
+def _tell(outcome: Outcome) -> None:
+    _tell_setting(outcome)
+    _tell_steps(outcome)
+    _tell_time(outcome)
+    _tell_losses(outcome)
+    _tell_last(outcome)
 
 
-def _setting_lines(outcome: Outcome) -> Iterator[str]:
+def _tell_setting(outcome: Outcome) -> None:
     size, cluster = outcome.setting.size, outcome.cluster
     speeds = [kind.speed / 1e9 for kind in cluster.kinds for _ in range(kind.devices)]
     ring = next((link for name, way, link in cluster.collectives if (name, way) == ("all_reduce", "ring")), None)
-    talk = f"; an all-reduce takes {1e3 * ring.latency_s:.1f} ms + {ring.bytes_per_s / 1e9:.1f} GB/s" if ring else ""
-    millions, workers = outcome.parameters / 1e6, _count(len(speeds))
-    yield f"[bold]A GPT of {millions:.1f} million parameters, trained by {workers} workers[/bold]"
-    yield escape(f"  they are   {outcome.setting.about}")
-    yield escape(f"  measured   {', '.join(f'{speed:,.0f}' for speed in speeds)} GFLOP/s{talk}")
-    yield escape(
+    talk = f"; an all-reduce takes {seconds_text(ring.latency_s)} + {speed_text(ring.bytes_per_s)}" if ring else ""
+    workers = {1: "one", 2: "two", 3: "three"}.get(len(speeds), str(len(speeds)))
+    say(f"A GPT of {outcome.parameters / 1e6:.1f} million parameters, trained by {workers} workers", "bold")
+    say(f"  they are   {outcome.setting.about}")
+    say(f"  measured   {', '.join(f'{speed:,.0f}' for speed in speeds)} GFLOP/s{talk}")
+    say(
         f"  all train  on the same {outcome.steps} batches of {size.batch} × {size.seq} letters, "
         "from the same weights, by AdamW"
     )
 
 
-def _count(number: int) -> str:
-    return {1: "one", 2: "two", 3: "three"}.get(number, str(number))
-
-
-def _step_lines(outcome: Outcome) -> Iterator[str]:
-    yield ""
-    yield "[bold]A step[/bold]                 predicted    measured     speed   share of the work of each worker"
+def _tell_steps(outcome: Outcome) -> None:
     base = outcome[EQUAL]
+    columns = (
+        Column("A step"),
+        Column("predicted", seconds_text),
+        Column("measured", seconds_text),
+        Column("speed", times),
+        *(Column(f"worker {rank}" if rank else "share of worker 0", percent) for rank in range(len(base.shares))),
+    )
+    rows = []
     for entry in outcome.entries:
-        shares = "  ".join("   –" if share is None else f"{share:4.0%}" for share in entry.shares)
-        line = (
-            f"  {TITLES[entry.name]:<20} {_ms(entry.predicted_s):>9}  {_ms(entry.measured_s):>10} "
-            f"{entry.faster_than(base):>8.2f}×  {shares}"
-        )
-        yield f"[bold]{escape(line)}[/bold]" if entry.name == LOPSIDED else escape(line)
+        shares = [Cell(share, "–" if share is None else None) for share in entry.shares]
+        cells = (TITLES[entry.name], entry.predicted_s, entry.measured_s, entry.faster_than(base), *shares)
+        rows.append(Row(cells))
     how = {"whole": "whole on every worker", "cut": "cut where they are used", "gathered": "cut and gathered for use"}
     told = ", ".join(f"{part:.0%} {how[name]}" for name, part in outcome.stored if part >= 0.005)
-    yield escape(f"  Lopsided keeps of its parameters {told}")
+    say("")
+    for line in text_lines(Table("A step", columns, tuple(rows), (f"Lopsided keeps of its parameters {told}",))):
+        say(line, "bold" if line.strip().startswith(("A step", f"{TITLES[LOPSIDED]}  ")) else "")
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f} ms"
-
-
-def _time_lines(outcome: Outcome) -> Iterator[str]:
+def _tell_time(outcome: Outcome) -> None:
     entries = [entry for entry in outcome.entries if entry.name != ALONE]
     longest = max(entry.measured_s for entry in entries)
-    yield ""
-    yield "[bold]Where it goes[/bold]          █ compute and optimizer   – communication   ░ waiting for other workers"
+    say("\nWhere it goes          █ compute and optimizer   – communication   ░ waiting for other workers", "bold")
     for entry in entries:
         for rank, busy in enumerate(entry.workers):
-            title = TITLES[entry.name] if not rank else ""
-            yield escape(f"  {title:<20} {rank}  {_bar_of(busy, longest)}")
+            say(f"  {'' if rank else TITLES[entry.name]:<20} {rank}  {_bar_of(busy, longest)}")
     plan = outcome.plan.breakdown
-    yield escape(
-        f"  Lopsided predicted   for its busiest: compute {_ms(plan.compute_s + plan.optimizer_s)}, "
-        f"communication {_ms(plan.blocking_s + plan.exposed_s)}, waiting {_ms(plan.waiting_s)}"
+    say(
+        f"  Lopsided predicted   for its busiest: compute {seconds_text(plan.compute_s + plan.optimizer_s)}, "
+        f"communication {seconds_text(plan.blocking_s + plan.exposed_s)}, waiting {seconds_text(plan.waiting_s)}"
     )
 
 
@@ -147,18 +140,21 @@ def _bar_of(busy: Busy | None, longest_s: float) -> str:
     return f"{drawn:<{_BAR + 2}} {' + '.join(f'{1e3 * seconds:.0f}' for _, seconds in parts)} ms"
 
 
-def _loss_lines(outcome: Outcome) -> Iterator[str]:
+def _tell_losses(outcome: Outcome) -> None:
     steps = outcome.steps
     shown = sorted({round(k * (steps - 1) / 5) for k in range(6)})
-    yield ""
-    yield "[bold]Loss at step[/bold]           " + "".join(f"{step + 1:>9}" for step in shown)
-    both = [outcome[ALONE], outcome[LOPSIDED]]
-    for entry in both:
-        curve = f"   {_curve(entry.losses)}" if out.encoding.lower().startswith("utf") else ""
-        yield escape(f"  {TITLES[entry.name]:<20}  " + "".join(f"{entry.losses[step]:9.5f}" for step in shown) + curve)
+    columns = (Column("Loss at step"), *(Column(str(step + 1), "{:.5f}".format) for step in shown), Column())
+    rows = []
+    for entry in (outcome[ALONE], outcome[LOPSIDED]):
+        curve = _curve(entry.losses) if out.encoding.lower().startswith("utf") else ""
+        rows.append(Row((TITLES[entry.name], *(entry.losses[step] for step in shown), curve)))
+    head, *lines = text_lines(Table("Loss at step", columns, tuple(rows)))
+    say(f"\n{head}", "bold")
+    say_all(lines)
     same = outcome.loss_difference <= SAME
-    word = "[green]the same training[/green]" if same else "[red]NOT the same training[/red]"
-    yield f"  the largest difference in {steps} steps is {outcome.loss_difference:.1e} of the loss: {word}"
+    word = "the same training" if same else "NOT the same training"
+    difference = f"{outcome.loss_difference:.1e} of the loss"
+    say(f"  the largest difference in {steps} steps is {difference}: {word}", "green" if same else "red")
 
 
 def _curve(losses: Sequence[float], columns: int = 12) -> str:
@@ -169,18 +165,16 @@ def _curve(losses: Sequence[float], columns: int = 12) -> str:
     return "".join(_HEIGHTS[round(steps * (loss - low) / (high - low or 1.0))] for loss in picked)
 
 
-def _last_lines(outcome: Outcome) -> Iterator[str]:
+def _tell_last(outcome: Outcome) -> None:
     ours = outcome[LOPSIDED]
-    yield ""
-    yield f"[bold]{_verdict(ours, outcome[EQUAL], outcome[BY_SPEED])}[/bold]"
+    say(f"\n{_verdict(ours, outcome[EQUAL], outcome[BY_SPEED])}", "bold")
     if ours.faster_than(outcome[ALONE]) < 1 - _ALIKE:
-        yield "One worker alone is faster here: on this machine the others cost more than they bring."
-    yield f"All this took {outcome.seconds:.0f} s. Times are medians of {len(ours.rounds_s)} rounds in shuffled order."
-    yield ""
-    yield "Next   your cards    lopsided plan gpt2 --cluster 3090+3060 -o plan.json"
-    yield escape("       your model    lopsided plan your_file.py:function --cluster your_cluster.toml -o plan.json")
-    yield "       your training lopsided run plan.json train.py      (examples/05_train.py, README.md)"
-    yield "       any program   lopsided verify gpt2:layers=2,width=64 --shares .5,.3,.2"
+        say("One worker alone is faster here: on this machine the others cost more than they bring.")
+    say(f"All this took {outcome.seconds:.0f} s. Times are medians of {len(ours.rounds_s)} rounds in shuffled order.")
+    say("\nNext   your cards    lopsided plan gpt2 --cluster 3090+3060 -o plan.json")
+    say("       your model    lopsided plan your_file.py:function --cluster your_cluster.toml -o plan.json")
+    say("       your training lopsided run plan.json train.py      (examples/05_train.py, README.md)")
+    say("       any program   lopsided verify gpt2:layers=2,width=64 --shares .5,.3,.2")
 
 
 def _verdict(ours: RaceEntry, equal: RaceEntry, by_speed: RaceEntry) -> str:

@@ -5,25 +5,32 @@ In: arguments, and of torchrun the environment. Out: a cluster.toml, and text of
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from lopsided.calibration.feedback import learnt
 from lopsided.calibration.run_record import load_run
 from lopsided.capturing.capture_graph import capture
 from lopsided.capturing.retype import in_dtype
-from lopsided.cli.terminal import AsJson, Batch, Verbose, load_shapes, out, print_json, progress_bar
+from lopsided.cli.terminal import (
+    AsJson,
+    Batch,
+    Verbose,
+    check_dtype,
+    load_shapes,
+    print_json,
+    progress_bar,
+    say,
+    say_all,
+)
 from lopsided.cluster.cluster import Cluster
 from lopsided.codec import FileKind, check_writable, write_text
 from lopsided.comm.world import begin
 from lopsided.errors import ClusterError, InputError
-from lopsided.ir.graph import DTYPES
 from lopsided.profiling.measure import Measurement
 from lopsided.profiling.profile import (
     ProfileRequest,
@@ -34,11 +41,12 @@ from lopsided.profiling.profile import (
     standard,
     take_profile,
 )
-from lopsided.report.plan_text import plural
-from lopsided.report.profile_text import correction_lines, measurement_json, measurement_lines
+from lopsided.report.run_tables import correction_table, measurement_json, measurement_lines
+from lopsided.report.table import plural, records, text_lines
 from lopsided.schedule.cost import optimizer_named
 
 _FULL_S, _QUICK_S = 60.0, 6.0
+_CORRECTIONS = 16  # lines of what a run corrected
 _CLUSTER_FILE = FileKind(ClusterError, "cluster", "`lopsided profile -o cluster.toml` writes one")
 
 
@@ -100,11 +108,7 @@ def _checked_budget(budget: float | None, quick: bool) -> float:
 def _wanted(model: str, batch: int | None, dtype: str | None, optimizer: str) -> ProfileRequest:
     if optimizer:
         optimizer_named(optimizer)
-    floats = [name for name, kind in DTYPES.items() if kind.is_floating_point]
-    if dtype is not None and dtype not in floats:
-        raise InputError(
-            f"there is no floating dtype {dtype!r}", where="--dtype", do=f"choose from {', '.join(floats)}"
-        )
+    check_dtype(dtype)
     if not model:
         wanted = standard(dtype, batch)
         return replace(wanted, optimizers=(optimizer,)) if optimizer else wanted
@@ -113,44 +117,39 @@ def _wanted(model: str, batch: int | None, dtype: str | None, optimizer: str) ->
 
 
 def _tell(found: Measurement, model: str, output: str, as_json: bool) -> None:
-    cluster = _named(found.cluster, output)
-    if output:
-        write_text(output, cluster.text(), _CLUSTER_FILE)
+    found = replace(found, cluster=_written(found.cluster, output))
     if as_json:
-        told = {"model": model or None, "file": output or None} | measurement_json(replace(found, cluster=cluster))
-        print_json(json.dumps(told))
+        print_json({"model": model or None, "file": output or None} | measurement_json(found))
         return
-    many, hosts = cluster.devices, cluster.nodes
+    many, hosts = found.cluster.devices, found.cluster.nodes
     who = f"{many} {plural('device', many)} on {hosts} {plural('host', hosts)}"
-    out.print(escape(f"{model or 'a standard set of calls'} on {who}, measured in {found.seconds:.1f} s\n"))
-    for line in measurement_lines(replace(found, cluster=cluster)):
-        out.print(escape(line))
+    say(f"{model or 'a standard set of calls'} on {who}, measured in {found.seconds:.1f} s\n")
+    say_all(measurement_lines(found))
     if output:
-        out.print(escape(f"\nwritten to {output}"))
+        say(f"\nwritten to {output}")
 
 
-def _named(cluster: Cluster, output: str) -> Cluster:
-    """Called as its file is, where that can be a name."""
+def _written(cluster: Cluster, output: str) -> Cluster:
+    """The cluster, written to the file if there is to be one, and called as it is, where that can be a name."""
     stem = Path(output).stem if output else ""
-    return replace(cluster, name=stem) if stem and stem.isprintable() and len(stem) <= 100 else cluster
+    named = replace(cluster, name=stem) if stem and stem.isprintable() and len(stem) <= 100 else cluster
+    if output:
+        write_text(output, named.text(), _CLUSTER_FILE)
+    return named
 
 
 def _feed_back(run_file: str, output: str, as_json: bool) -> None:
     fed = learnt(load_run(run_file))
-    cluster = _named(fed.cluster, output)
-    if output:
-        write_text(output, cluster.text(), _CLUSTER_FILE)
+    cluster = _written(fed.cluster, output)
+    table = correction_table(fed)
     if as_json:
-        corrections = [
-            {"kind": c.kind or None, "what": c.what, "predicted_s": c.was_s, "measured_s": c.is_s, "factor": c.factor}
-            for c in fed.corrections
-        ]
-        told = {"run": run_file, "file": output or None, "cluster": cluster.text(), "corrections": corrections}
-        print_json(json.dumps(told))
+        told = {"run": run_file, "file": output or None, "cluster": cluster.text()}
+        print_json(told | {"corrections": records(table)})
         return
-    for line in correction_lines(fed):
-        out.print(escape(line))
+    more = len(table.rows) - _CORRECTIONS
+    brief = replace(table, rows=table.rows[:_CORRECTIONS], notes=(f"and {more} more",) if more > 0 else ())
+    say_all([table.title, *text_lines(brief, indent=0)])
     if output:
-        out.print(escape(f"\nwritten to {output}"))
+        say(f"\nwritten to {output}")
         again = f"lopsided plan MODEL --cluster {output} --known {run_file}"
-        out.print(escape(f"`{again}` plans anew, never predicted slower than the plan of this run"))
+        say(f"`{again}` plans anew, never predicted slower than the plan of this run")

@@ -5,24 +5,20 @@ In: arguments. Out: a file, and a line that says so.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from lopsided.calibration.run_record import Run, load_run
-from lopsided.cli.terminal import AsJson, Verbose, out, print_json
+from lopsided.cli.terminal import AsJson, PlanFile, Verbose, say_written
 from lopsided.codec import FileKind, check_writable, write_text
 from lopsided.errors import InputError, PlanError
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan
-from lopsided.report.chrome_trace import trace_text
-from lopsided.report.listing import bytes_text
+from lopsided.report.chart import trace_text
 from lopsided.report.page import report_html
 
-PlanFile = Annotated[str, typer.Argument(help="A file that `lopsided plan -o` wrote.")]
 RunFile = Annotated[str, typer.Option("--run", help="A run of the plan, to show what was measured.")]
 _REPORT = FileKind(PlanError, "report", "")
 _TRACE = FileKind(PlanError, "trace", "")
@@ -41,7 +37,7 @@ def report_command(
     plan, measured = _loaded(file, run)
     page = report_html(plan, measured, title=title or (measured.model if measured else Path(file).stem))
     write_text(output, page, _REPORT)
-    _say(output, len(page.encode()), as_json)
+    say_written(output, len(page.encode()), as_json)
 
 
 def trace_command(
@@ -55,7 +51,7 @@ def trace_command(
     check_writable(output, _TRACE)
     text = trace_text(*_loaded(file, run))
     write_text(output, text, _TRACE)
-    _say(output, len(text.encode()), as_json)
+    say_written(output, len(text.encode()), as_json)
 
 
 def _loaded(file: str, run: str) -> tuple[Plan, Run | None]:
@@ -69,10 +65,3 @@ def _loaded(file: str, run: str) -> tuple[Plan, Run | None]:
             "the run is one of another plan", where=f"--run {run}", do="give the plan that was run, or another run"
         )
     return plan, measured
-
-
-def _say(path: str, size: int, as_json: bool) -> None:
-    if as_json:
-        print_json(json.dumps({"file": path, "bytes": size}))
-    else:
-        out.print(escape(f"written to {path}, {bytes_text(size)}"))

@@ -5,8 +5,6 @@ In: arguments. Out: text or JSON; of `run`, the run.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shlex
 import time
@@ -16,18 +14,17 @@ from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
-from rich.markup import escape
 from typer.core import TyperCommand
 
 from lopsided.calibration.run_record import RUN_FILE
 from lopsided.capturing.capture_graph import capture
-from lopsided.cli.terminal import AsJson, Verbose, out, print_json, progress_bar
+from lopsided.cli.terminal import AsJson, PlanFile, Verbose, print_json, progress_bar, say, say_written
 from lopsided.codec import check_writable
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError
 from lopsided.models.by_name import load
 from lopsided.planner.plan_file import load_plan
-from lopsided.report.listing import bytes_text
+from lopsided.report.table import Cell, Column, Row, Table, records, text_lines
 from lopsided.runtime.agreement import PLAN_VARIABLE
 from lopsided.runtime.checkpoint.convert import convert
 from lopsided.runtime.launch import launch_words, start, torchrun_options
@@ -86,7 +83,7 @@ class RunCommand(TyperCommand):
 
 def run_command(
     context: typer.Context,
-    plan: Annotated[str, typer.Argument(help="A file that `lopsided plan -o` wrote.")],
+    plan: PlanFile,
     script: Annotated[str, typer.Argument(help="A script that calls lopsided.parallelize(model, batch).")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="args", help="Its arguments.")] = None,
     node: Annotated[str, typer.Option(help="Which node of the plan this machine is, if there are several.")] = "",
@@ -107,7 +104,7 @@ def run_command(
     if dry_run:
         path = shlex.quote(str(Path(plan).resolve()))
         recorded = f"{RECORD_VARIABLE}={shlex.quote(os.environ[RECORD_VARIABLE])} " if report else ""
-        out.print(escape(f"{PLAN_VARIABLE}={path} {recorded}torchrun {shlex.join(words)}"))
+        say(f"{PLAN_VARIABLE}={path} {recorded}torchrun {shlex.join(words)}")
         return
     start(plan, words)
 
@@ -147,12 +144,14 @@ def verify_runs(
         claims += _on_processes(jobs, devices, quiet=as_json)
     seconds = time.perf_counter() - started
     passed = all(claim.holds for claim in claims)
+    table = _claim_table(claims)
     if as_json:
-        print_json(json.dumps(_told(model, plan_file, devices, processes, claims, seconds)))
+        told = {"model": model, "plan": plan_file or None, "devices": devices, "processes": processes}
+        print_json(told | {"passed": passed, "claims": records(table), "seconds": seconds})
     else:
-        who = f"{devices} {'' if processes else 'imaginary '}{'processes' if processes else 'devices'}"
-        out.print(escape(f"{model}{f' by {plan_file}' if plan_file else ''} on {who}, in {seconds:.1f} s"))
-        _print_claims(claims)
+        who = f"{devices} {'processes' if processes else 'imaginary devices'}"
+        say(f"{model}{f' by {plan_file}' if plan_file else ''} on {who}, in {seconds:.1f} s")
+        _print_claims(table, passed)
     raise typer.Exit(0 if passed else 1)
 
 
@@ -164,43 +163,30 @@ def _on_processes(jobs: Sequence[ProcessesJob], processes: int, *, quiet: bool) 
         return prove(crew, jobs, advance)
 
 
-def _told(
-    model: str, plan_file: str, devices: int, processes: bool, claims: Sequence[Claim], seconds: float
-) -> dict[str, Any]:
-    return {
-        "model": model,
-        "plan": plan_file or None,
-        "devices": devices,
-        "processes": processes,
-        "passed": all(claim.holds for claim in claims),
-        "claims": [
-            {
-                "what": claim.what,
-                "error": claim.error if math.isfinite(claim.error) else None,
-                "tolerance": claim.tolerance,
-                "where": claim.where,
-                "holds": claim.holds,
-            }
-            for claim in claims
-        ],
-        "seconds": seconds,
-    }
+def _claim_table(claims: Sequence[Claim]) -> Table:
+    columns = (
+        Column("what", key="what"),
+        Column("worst error", "{:.1e}".format, "error"),
+        Column("within", "{:.0e}".format, "tolerance"),
+        Column("where", key="where"),
+        Column("verdict", key="holds"),
+    )
+    words = {True: "same", False: "NOT the same"}
+    rows = [Row((c.what, c.error, c.tolerance, c.where, Cell(c.holds, words[c.holds]))) for c in claims]
+    return Table("claims", columns, tuple(rows))
 
 
-def _print_claims(claims: Sequence[Claim]) -> None:
-    rows = [("what", "worst error", "within", "where")]
-    rows += [(claim.what, f"{claim.error:.1e}", f"{claim.tolerance:.0e}", claim.where) for claim in claims]
-    verdicts = ["verdict", *("[green]same[/green]" if claim.holds else "[red]NOT the same[/red]" for claim in claims)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row, verdict in zip(rows, verdicts, strict=True):
-        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        out.print(f"{escape(cells)}  {verdict}")
-    if any("float16" in claim.what for claim in claims):
-        out.print("In half precision sums in another order round to other numbers: its losses are compared loosely.")
-    if all(claim.holds for claim in claims):
-        out.print("[green]same as one device[/green]")
+def _print_claims(table: Table, passed: bool) -> None:
+    lines = [*text_lines(table, indent=0)]
+    say(lines[0])
+    for line in lines[1:]:
+        say(line, "red" if line.endswith("NOT the same") else "")
+    if any("float16" in line for line in lines):
+        say("In half precision sums in another order round to other numbers: its losses are compared loosely.")
+    if passed:
+        say("same as one device", "green")
     else:
-        out.print("[red]not the same as one device[/red]: please report it with the model and the plan")
+        say("not the same as one device: please report it with the model and the plan", "red")
 
 
 # convert
@@ -214,8 +200,4 @@ def convert_command(
 ) -> None:
     """Write the model of a checkpoint as one plain file with the keys of its state dict."""
     written = convert(checkpoint, output)
-    size = written.stat().st_size
-    if as_json:
-        print_json(json.dumps({"checkpoint": checkpoint, "file": str(written), "bytes": size}))
-    else:
-        out.print(escape(f"written to {written}, {bytes_text(size)}"))
+    say_written(str(written), written.stat().st_size, as_json, checkpoint=checkpoint)

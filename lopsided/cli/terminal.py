@@ -1,6 +1,6 @@
 """What the commands share: consoles, a bar, the options all of them have, models in shapes only.
 
-In: nothing. Out: `out` and `err`, `progress_bar`, types of options, `load_shapes`.
+In: nothing. Out: `out` and `err`, `say` and `print_json`, `progress_bar`, types of options and checks, `load_shapes`.
 
 What reads the output may go away (`| head`), may not know our characters (an ASCII locale) and may be full: the first
 ends the program quietly (`on_broken_pipe`), the second gets the nearest it has (`spell_out`), the third is told by
@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import codecs
 import io
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lopsided.errors import ModelError
+from lopsided.errors import InputError, ModelError, shown
+from lopsided.ir.graph import DTYPES
 from lopsided.models.by_name import load
+from lopsided.report.table import bytes_text
 
 BROKEN_PIPE = 141
 """The status that shells give a program whose reader has gone."""
@@ -70,9 +74,41 @@ err = _Terminal(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 _verbose = False
 
 
-def print_json(text: str) -> None:
+def say(line: str, style: str = "") -> None:
+    """A line as it is: what strangers' files say can neither be markup nor move the cursor."""
+    plain = "".join(c if c.isprintable() or c == "\n" else "?" for c in line)
+    out.print(escape(plain), style=style or None)
+
+
+def say_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
+
+
+def print_json(told: Mapping[str, object]) -> None:
     """JSON keeps every character: what the encoding does not know is escaped."""
-    out.print_json(text, ensure_ascii=not out.encoding.lower().startswith("utf"))
+    out.print_json(json.dumps(told), ensure_ascii=not out.encoding.lower().startswith("utf"))
+
+
+def say_written(path: str, size: int, as_json: bool, **more: object) -> None:
+    """That a file was written, and how large it is."""
+    if as_json:
+        print_json({**more, "file": path, "bytes": size})
+    else:
+        say(f"written to {path}, {bytes_text(size)}")
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Before the model is captured, which takes time."""
+    floats = {name: str(kind).removeprefix("torch.") for name, kind in DTYPES.items() if kind.is_floating_point}
+    if dtype is None or dtype in floats:
+        return
+    meant = [name for name, words in floats.items() if dtype.lower().removeprefix("torch.") in (words, name)]
+    meant = meant or {"half": ["f16"], "float": ["f32"], "double": ["f64"]}.get(dtype.lower(), [])
+    hint = f"did you mean {meant[0]}? " if meant else ""
+    raise InputError(
+        f"there is no floating dtype {shown(dtype)}", where="--dtype", do=f"{hint}choose from {', '.join(floats)}"
+    )
 
 
 @contextmanager
@@ -103,6 +139,7 @@ def _set_verbose(value: bool) -> bool:
     return value
 
 
+PlanFile = Annotated[str, typer.Argument(help="A file that `lopsided plan -o` wrote.")]
 Model = Annotated[
     str,
     typer.Argument(

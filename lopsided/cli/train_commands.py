@@ -5,26 +5,23 @@ In: arguments. Out: text or JSON. With `cli`, the only place that prints.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from lopsided.calibration.comparison import Comparison, ComparisonLine, confront
+from lopsided.calibration.comparison import confront
 from lopsided.calibration.run_record import RUN_FILE, load_run
-from lopsided.cli.terminal import AsJson, Batch, Model, Verbose, out, print_json
+from lopsided.cli.terminal import AsJson, Batch, Model, Verbose, print_json, say, say_all
 from lopsided.codec import check_writable
 from lopsided.errors import InputError
 from lopsided.planner.plan_file import load_plan
-from lopsided.report.comparison_text import confrontation_lines
-from lopsided.report.listing import seconds_text
+from lopsided.report.run_tables import comparison_json, comparison_lines
+from lopsided.report.table import seconds_text
 from lopsided.runtime.launch import start_own
 from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED
-from lopsided.runtime.train import MADE, Trained, train
+from lopsided.runtime.train import MADE, train
 
 Full = Annotated[bool, typer.Option("--full", help="Every class of ops, nothing put together.")]
 
@@ -82,20 +79,16 @@ def train_command(
         return
     found = confront(done.run) if done.run is not None else None
     if as_json:
-        print_json(json.dumps(_told(model, done, found)))
+        told = {"model": model, "losses": list(done.losses), "predicted_step_s": done.plan.step_s}
+        print_json(told | (comparison_json(found) if found is not None else {}))
         return
-    out.print(
-        escape(f"{model}: {len(done.losses)} steps on {done.plan.on.devices} of {done.plan.cluster.devices} devices")
-    )
-    out.print(
-        escape(f"loss {done.losses[0]:.4f} → {done.losses[-1]:.4f}, step predicted {seconds_text(done.plan.step_s)}")
-    )
-    for note in done.plan.notes if tries > 1 else ():
-        out.print(escape(note))
+    say(f"{model}: {len(done.losses)} steps on {done.plan.on.devices} of {done.plan.cluster.devices} devices")
+    say(f"loss {done.losses[0]:.4f} → {done.losses[-1]:.4f}, step predicted {seconds_text(done.plan.step_s)}")
+    say_all(done.plan.notes if tries > 1 else ())
     if found is not None:
-        _print(found, full)
+        say_all(comparison_lines(found, full=full))
     if report and done.run is not None:
-        out.print(escape(f"\nwritten to {report}: `lopsided report plan.json --run {report}` shows it"))
+        say(f"\nwritten to {report}: `lopsided report plan.json --run {report}` shows it")
 
 
 def confront_command(
@@ -108,40 +101,7 @@ def confront_command(
     run = load_run(file)
     found = confront(run)
     if as_json:
-        print_json(json.dumps({"run": file, "model": run.model} | confrontation_json(found)))
+        print_json({"run": file, "model": run.model} | comparison_json(found))
         return
-    out.print(escape(f"{run.model} on {len(run.devices)} devices, {len(run.timed_s)} steps timed"))
-    _print(found, full)
-
-
-def _print(found: Comparison, full: bool) -> None:
-    for line in confrontation_lines(found, full=full):
-        out.print(escape(line))
-
-
-def _told(model: str, done: Trained, found: Comparison | None) -> dict[str, Any]:
-    told: dict[str, Any] = {"model": model, "losses": list(done.losses), "predicted_step_s": done.plan.step_s}
-    return told | (confrontation_json(found) if found is not None else {})
-
-
-def confrontation_json(found: Comparison) -> dict[str, Any]:
-    def line(one: ComparisonLine) -> dict[str, Any]:
-        error = one.error if math.isfinite(one.error) else None
-        return {
-            "what": one.what,
-            "times": one.times,
-            "predicted": one.predicted,
-            "measured": one.measured,
-            "error": error,
-        }
-
-    whose, worst = found.worst
-    return {
-        "step": line(found.step),
-        "noise": found.noise,
-        "devices": [line(one) for one in found.busy],
-        "ops": {device: [line(one) for one in row] for device, row in zip(found.devices, found.computed, strict=True)},
-        "collectives": [line(one) for one in found.collectives],
-        "memory_bytes": [line(one) for one in found.memory],
-        "worst": {"whose": whose, **line(worst)},
-    }
+    say(f"{run.model} on {len(run.devices)} devices, {len(run.timed_s)} steps timed")
+    say_all(comparison_lines(found, full=full))

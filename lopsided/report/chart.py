@@ -1,7 +1,7 @@
-"""A step drawn in time: who does what from when to when. What the page and the trace show.
+"""A step drawn in time: who does what from when to when. What the page shows, and the trace for Perfetto.
 
 In: a `Plan`, or a `Run` of one. Out: `Chart`: a `Strip` for each kind of device (measured: for each device), of
-`ChartBlock`s that follow each other without a gap, and what the network does meanwhile.
+`ChartBlock`s that follow each other without a gap, and what the network does meanwhile. Of both, a trace.
 
     compute    an op of the model, what sending takes from it, or the optimizer's update of all parameters
     blocked    something is sent, and all devices take part and wait for it
@@ -15,6 +15,7 @@ meanwhile says why (`_strip`). So each strip adds up to the step.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,9 +26,8 @@ from lopsided.calibration.run_record import COMPUTE as COMPUTED
 from lopsided.calibration.run_record import OPTIMIZER as UPDATED
 from lopsided.calibration.run_record import Run, Span
 from lopsided.planner.plan_data import Plan
-from lopsided.report.listing import told_apart
-from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.schedule.timeline import NETWORK, Event, run
+from lopsided.report.listing import timed
+from lopsided.report.table import labels_of, plural
 
 COMPUTE, BLOCKED, EXPOSED, WAITING, IDLE = DOING = ("compute", "blocked", "exposed", "waiting", "idle")
 HIDDEN = "hidden"
@@ -96,27 +96,22 @@ class Chart:
 
 def predicted_chart(plan: Plan) -> Chart:
     """The step as the planner sees it."""
-    costs, scale = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer)), Scale(plan.on, plan.shares)
-    priced = plan.priced(costs)
-    # Kinds may share a name, or be called "network": numbers tell them apart.
-    numbered = tuple(replace(kind, name=f"kind {k}") for k, kind in enumerate(plan.on.kinds))
-    timeline = run(priced, costs.network, Scale(replace(plan.on, kinds=numbered), scale.shares), events=True)
+    step = timed(plan)
     modules = _modules(plan)
-    forward_s, backward_s = timeline.forward_s, timeline.backward_s
-    network = tuple(_sent(event, forward_s, modules) for event in timeline.events if event.lane == NETWORK)
+    network = tuple(
+        _sent_block(span, span.start_s, span.end_s, step.forward_s, modules, hides=hides) for span, hides in step.sent
+    )
     groups = [plan.devices[start:stop] for start, stop in plan.on.spans]
-    labels = [_counted(label, names) for label, names in zip(told_apart(groups), groups, strict=True)]
-    computed = []
-    for kind in numbered:
-        events = [event for event in timeline.events if event.lane == kind.name]
-        passes = len(events) - len(priced.updates)
-        blocks = [_computed(event, forward_s, modules) for event in events[:passes]]
-        computed.append([*blocks, *_update(plan, events[passes:])])
+    labels = labels_of(groups)
+    computed = [
+        [*(_computed(span, step.forward_s, modules) for span in spans), *_update(plan, updates)]
+        for spans, updates in zip(step.computed, step.updated, strict=True)
+    ]
     strips = [
-        Strip(label, tuple(names), tuple(_strip(mine, network, timeline.step_s, rest)))
+        Strip(label, tuple(names), tuple(_strip(mine, network, step.step_s, rest)))
         for label, names, mine, rest in zip(labels, groups, computed, _arrivals(computed, labels), strict=True)
     ]
-    return Chart(timeline.step_s, forward_s, backward_s, tuple(strips), network)
+    return Chart(step.step_s, step.forward_s, step.backward_s, tuple(strips), network)
 
 
 def _modules(plan: Plan) -> dict[str, str]:
@@ -148,28 +143,17 @@ def _shown(what: str) -> str:
     return what.replace("scaled_dot_product_attention", "attention")
 
 
-def _counted(label: str, names: Sequence[str]) -> str:
-    return f"{label} ({len(names)})" if len(names) > 1 else label
-
-
-def _computed(event: Event, forward_s: float, modules: Mapping[str, str]) -> ChartBlock:
+def _computed(span: Span, forward_s: float, modules: Mapping[str, str]) -> ChartBlock:
     # What runs forward again behind the forward pass belongs to the backward pass.
-    phase = BACKWARD if event.start_s >= forward_s or event.what.startswith("∂") else FORWARD
-    return ChartBlock(
-        COMPUTE, phase, _shown(event.what), event.start_s, event.end_s, module=_module_of(event.what, modules)
-    )
+    phase = BACKWARD if span.start_s >= forward_s or span.what.startswith("∂") else FORWARD
+    return ChartBlock(COMPUTE, phase, _shown(span.what), span.start_s, span.end_s, _module_of(span.what, modules))
 
 
-def _update(plan: Plan, events: Sequence[Event]) -> Iterator[ChartBlock]:
+def _update(plan: Plan, updates: Sequence[Span]) -> Iterator[ChartBlock]:
     """The optimizer as one block: its updates follow each other, and nobody tells them apart."""
-    if events:
-        what = f"{plan.optimizer}: update {len(events)} parameter{'s' if len(events) > 1 else ''}"
-        yield ChartBlock(COMPUTE, OPTIMIZER, what, events[0].start_s, events[-1].end_s)
-
-
-def _sent(event: Event, forward_s: float, modules: Mapping[str, str]) -> ChartBlock:
-    span = Span(NETWORK, event.what, event.start_s, event.end_s, event.collective, event.way, event.whole_bytes)
-    return _sent_block(span, event.start_s, event.end_s, forward_s, modules, hides=event.hides)
+    if updates:
+        what = f"{plan.optimizer}: update {len(updates)} {plural('parameter', len(updates))}"
+        yield ChartBlock(COMPUTE, OPTIMIZER, what, updates[0].start_s, updates[-1].end_s)
 
 
 def _sent_block(
@@ -330,3 +314,83 @@ def _as_sent(
     span: Span, send: _Send, forward_s: float, modules: Mapping[str, str], trained: Collection[str]
 ) -> ChartBlock:
     return _sent_block(span, send.start_s, send.end_s, forward_s, modules, hides=subject_of(span.what) in trained)
+
+
+# As a trace
+
+_THREADS = ("compute", "network", "waiting")
+_MOST_EVENTS = 100_000
+"""Beyond this many, devices that do the same at the same time become one process."""
+
+_Json = dict[str, object]
+
+
+def trace_text(plan: Plan, run: Run | None = None) -> str:
+    """JSON of the trace event format, which Perfetto and chrome://tracing open; times are in microseconds.
+
+    A process is a device, and it has a thread each for what it computes, what the network does for it, and what it
+    waits for. Where many devices do the same, one stands for all of them, and says so.
+    """
+    charts = [("predicted", predicted_chart(plan))]
+    if run is not None and (measured := measured_chart(run)) is not None:
+        charts.append(("measured", measured))
+    place = {name: k for k, name in enumerate(plan.devices)}
+    # The names of processes and threads come first.
+    events: list[_Json] = []
+    for number, (title, chart) in enumerate(charts):
+        for strip in _processes(chart):
+            # Predicted and measured of a device stand below each other.
+            process = 1 + number + len(charts) * place[strip.devices[0]]
+            events += _names(process, f"{strip.label} {title}")
+            events += (_event(process, *each) for each in _blocks(strip, chart))
+    told = {"displayTimeUnit": "ms", "traceEvents": events}
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _processes(chart: Chart) -> Iterator[Strip]:
+    count = sum(len(strip.devices) * (len(strip.blocks) + len(chart.network)) for strip in chart.strips)
+    for strip in chart.strips:
+        if count > _MOST_EVENTS:
+            yield strip
+        else:
+            yield from (replace(strip, label=name, devices=(name,)) for name in strip.devices)
+
+
+def _blocks(strip: Strip, chart: Chart) -> Iterator[tuple[str, ChartBlock]]:
+    for block in strip.blocks:
+        if block.doing == COMPUTE:
+            yield "compute", block
+        elif block.doing in (WAITING, IDLE):
+            yield "waiting", block
+    yield from (("network", block) for block in chart.network)
+
+
+def _names(process: int, name: str) -> Iterator[_Json]:
+    yield {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": process, "tid": 0, "name": "process_sort_index", "args": {"sort_index": process}}
+    for thread, words in enumerate(_THREADS, 1):
+        yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": words}}
+        yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+
+def _event(process: int, thread: str, block: ChartBlock) -> _Json:
+    told = {
+        "module": block.module,
+        "collective": block.collective,
+        "way": block.way,
+        "bytes": block.whole_bytes,
+        "waits for": block.awaits,
+    }
+    what = block.what
+    if not what:
+        what = f"waits for {block.awaits}" if block.awaits else block.doing
+    return {
+        "ph": "X",
+        "pid": process,
+        "tid": 1 + _THREADS.index(thread),
+        "name": what,
+        "cat": f"{block.phase},{block.doing}",
+        "ts": round(block.start_s * 1e6, 3),
+        "dur": round(block.seconds * 1e6, 3),
+        "args": {name: value for name, value in told.items() if value},
+    }

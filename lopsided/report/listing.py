@@ -1,6 +1,7 @@
-"""A plan as a reader wants it: its program as rows with their prices, repeated layers once, devices alike once.
+"""A plan as a reader wants it: its program as rows with their prices, its step in time, devices alike once.
 
-In: a `Plan`. Out: `Row`s (`listing`) and `DeviceRow`s (`device_rows`), plain data that the command line prints.
+In: a `Plan`. Out: `StepRow`s (`listing`), the predicted events of a step (`timed`), `DeviceRow`s (`device_rows`) and
+`SegmentRow`s, plain data. Nothing else of the report reads a schedule or prices a step.
 
     h = linear(x: S0, up.weight, bias: I→R) : S0        compute 9.60 µs, hides all_reduce ring 5.29 µs
 
@@ -13,19 +14,20 @@ so that this takes nodes × the longest period.
 from __future__ import annotations
 
 import itertools
-import math
-import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lopsided.calibration.run_record import Span
 from lopsided.ir.graph import Leaf, Node
 from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program
 from lopsided.planner.baselines import STATE
 from lopsided.planner.plan_data import Plan
+from lopsided.report.table import NUMBERS, pattern_of, ranged, skeleton, told_apart
+from lopsided.schedule import timeline
 from lopsided.schedule.cost import Costs, Scale, Transfer, cut_of, optimizer_named
 from lopsided.schedule.schedule import BUCKET_BYTES
 
@@ -48,7 +50,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StepRow:
     """A step, or where `repeats` is above 0 the head of `rows` rows that stand for as many layers each.
 
     `times` says how many steps of the program the row stands for. Seconds are those of one of them.
@@ -75,14 +77,14 @@ class Row:
         return not self.repeats and self.compute_s == 0 and not self.sends
 
 
-def listing(plan: Plan, *, fold: bool = True) -> tuple[Row, ...]:
+def listing(plan: Plan, *, fold: bool = True) -> tuple[StepRow, ...]:
     """The rows of a plan's program: every step, the conversions at its end, and the optimizer."""
     priced = _Priced(plan)
     rows, keys = [], []
     for key, row in priced.steps():
         rows.append(row)
         keys.append(key)
-    found: list[Row] = []
+    found: list[StepRow] = []
     position = 0
     for repeat in repeats(keys, [step.node.source.module for step in plan.program.steps]) if fold else ():
         found += rows[position : repeat.start]
@@ -91,7 +93,7 @@ def listing(plan: Plan, *, fold: bool = True) -> tuple[Row, ...]:
     return (*found, *rows[position:], *priced.ends(), *priced.optimizer())
 
 
-def _folded(rows: Sequence[Row], repeat: Repeat) -> Iterator[Row]:
+def _folded(rows: Sequence[StepRow], repeat: Repeat) -> Iterator[StepRow]:
     """The first layer, with stars for the numbers in which the others differ, under a head."""
     first = rows[: repeat.period]
     columns = [[row.module for row in rows[k :: repeat.period]] for k in range(repeat.period)]
@@ -99,7 +101,7 @@ def _folded(rows: Sequence[Row], repeat: Repeat) -> Iterator[Row]:
     numbered = [module for column in columns for module in column if len({*column}) > 1]
     sends = merged(send for row in first for send in row.sends)
     compute_s = sum(row.compute_s for row in first)
-    yield Row(ranged(numbered), "", compute_s, sends, repeat.times, repeat.times, repeat.period)
+    yield StepRow(ranged(numbered), "", compute_s, sends, repeat.times, repeat.times, repeat.period)
     for row, pattern in zip(first, patterns, strict=True):
         yield replace(row, module=pattern, times=repeat.times)
 
@@ -116,7 +118,7 @@ class _Priced:
         self.sent_for = plan.schedule.sent_for
         self.optimizer_name = plan.optimizer
 
-    def steps(self) -> Iterator[tuple[Hashable, Row]]:
+    def steps(self) -> Iterator[tuple[Hashable, StepRow]]:
         """A row for every step, and what makes steps alike."""
         for step in self.program.steps:
             node, rule = step.node, step.rule
@@ -127,22 +129,22 @@ class _Priced:
             how = "" if rule.how == "plain" else f" [{rule.how}]"
             text = f"{_results(node)} = {call} : {_gives(rule.gives)}{how}"
             stored = tuple(c for n, c in zip(node.operands, step.chains, strict=True) if n in self.parameters)
-            row = Row(text, node.source.module, compute_s, merged(sends))
+            row = StepRow(text, node.source.module, compute_s, merged(sends))
             yield (self.costs.number(node), rule, stored, row.sends), row
 
-    def ends(self) -> Iterator[Row]:
+    def ends(self) -> Iterator[StepRow]:
         """The loss and the buffers, which become whole."""
         graph, program = self.graph, self.program
         sends = merged(self._send(transfer) for transfer in self.sent_for.get("", ()))
-        yield Row(f"return {_short(graph.loss)}: {_arrows(program.loss)}", sends=sends)
+        yield StepRow(f"return {_short(graph.loss)}: {_arrows(program.loss)}", sends=sends)
         ways: dict[str, int] = {}
         for chain in program.updates:
             ways[_arrows(chain)] = ways.get(_arrows(chain), 0) + 1
         if ways:
             counts = ", ".join(f"{count} {way}" for way, count in ways.items())
-            yield Row(f"update buffers: {counts}")
+            yield StepRow(f"update buffers: {counts}")
 
-    def optimizer(self) -> Iterator[Row]:
+    def optimizer(self) -> Iterator[StepRow]:
         totals = [0.0] * len(self.scale.cluster.kinds)
         count = 0
         for name, placement in self.program.leaves:
@@ -153,7 +155,7 @@ class _Priced:
                 totals = [t + s.at(f) for t, s, f in zip(totals, seconds, fractions, strict=True)]
                 count += 1
         if count:
-            yield Row(f"{self.optimizer_name}: update {count} parameters", compute_s=max(totals))
+            yield StepRow(f"{self.optimizer_name}: update {count} parameters", compute_s=max(totals))
 
     def _send(self, transfer: Transfer) -> Send:
         size, largest = transfer.whole_bytes, self.scale.largest(transfer.cuts)
@@ -193,6 +195,49 @@ def merged(sends: Iterable[Send]) -> tuple[Send, ...]:
     return tuple(sorted(found, key=lambda send: (send.hides, -send.seconds, send.collective, send.implementation)))
 
 
+# The step in time
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """What is predicted to happen in a step. `computed` and `updated` have an entry for each kind of device."""
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+    computed: tuple[tuple[Span, ...], ...]
+    updated: tuple[tuple[Span, ...], ...]
+    sent: tuple[tuple[Span, bool], ...]  # and whether it may hide behind computation
+
+
+def timed(plan: Plan) -> TimedStep:
+    """The step as the planner sees it."""
+    costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
+    priced = plan.priced(costs)
+    # Kinds may share a name, or be called "network": numbers tell them apart.
+    numbered = tuple(replace(kind, name=f"kind {k}") for k, kind in enumerate(plan.on.kinds))
+    found = timeline.run(priced, costs.network, Scale(replace(plan.on, kinds=numbered), plan.shares), events=True)
+    lanes: dict[str, list[tuple[Span, bool]]] = {lane: [] for lane in (*(k.name for k in numbered), timeline.NETWORK)}
+    for e in found.events:
+        span = Span(e.lane, e.what, e.start_s, e.end_s, e.collective, e.way, e.whole_bytes)
+        lanes[e.lane].append((span, e.hides))
+    *computed, sent = lanes.values()
+    last = len(priced.updates)  # updates come behind all else
+    kinds = [tuple(span for span, _ in lane) for lane in computed]
+    return TimedStep(
+        found.step_s,
+        found.forward_s,
+        found.backward_s,
+        tuple(spans[: len(spans) - last] for spans in kinds),
+        tuple(spans[len(spans) - last :] for spans in kinds),
+        tuple(sent),
+    )
+
+
+def sends_in_usual_buckets(plan: Plan) -> bool:
+    return plan.bucket_bytes == BUCKET_BYTES
+
+
 # Words
 
 
@@ -229,75 +274,6 @@ def _gives(gives: tuple[Placement, ...]) -> str:
 
 def _arrows(chain: Chain) -> str:
     return "→".join(map(str, chain))
-
-
-_NUMBERS = re.compile(r"(\d+)")
-
-
-def pattern_of(names: Sequence[str]) -> str:
-    """One name for several, with stars for the numbers in which they differ.
-
-    >>> pattern_of(["box-1/v100-1", "box-1/v100-2"]), pattern_of(["layers.0.up", "layers.1.up", "layers.2.up"])
-    ('box-1/v100-*', 'layers.*.up')
-    >>> pattern_of(["encoder.norm", "decoder.norm"])
-    'encoder.norm …'
-    """
-    split = [_NUMBERS.split(name) for name in dict.fromkeys(names)]
-    if len({tuple(parts[::2]) for parts in split}) > 1:
-        return f"{names[0]} …"
-    return "".join(column[0] if len({*column}) == 1 else "*" for column in zip(*split, strict=True))
-
-
-def skeleton(name: str) -> str:
-    """A name without its numbers: equal for names that `pattern_of` can put into one."""
-    return _NUMBERS.sub("*", name)
-
-
-def ranged(names: Sequence[str]) -> str:
-    """What numbered modules have in common, with the range of their first number that differs.
-
-    >>> ranged(["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"])
-    'layers.0–1'
-    """
-    split = [_NUMBERS.split(name) for name in names]
-    shared: list[str] = []
-    for column in zip(*split, strict=False):
-        if len({*column}) == 1:
-            shared.append(column[0])
-        elif len(shared) % 2 and all(part.isdigit() for part in column):
-            numbers = [int(part) for part in column]
-            return f"{''.join(shared)}{min(numbers)}–{max(numbers)}"
-        else:
-            break
-    return "".join(shared).rstrip(".") or "steps"
-
-
-def seconds_text(seconds: float) -> str:
-    """
-    >>> [seconds_text(s) for s in (0.0, 3.21e-7, 0.0123, 1.5, 321.0)]
-    ['0', '0.3 µs', '12.3 ms', '1.50 s', '321 s']
-    """
-    if abs(seconds) < 1e-12:
-        return "0"
-    if not math.isfinite(seconds):
-        return "–"
-    # At the edges of a unit as it will be rounded: 999.96 µs is 1.00 ms.
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= 0.9995 * unit:
-            number = seconds / unit
-            return f"{number:,.0f} {name}" if number >= 99.95 else f"{number:.{1 if number >= 9.995 else 2}f} {name}"
-    return f"{seconds * 1e6:.1f} µs" if seconds < 99.95e-6 else f"{seconds * 1e6:.0f} µs"
-
-
-def bytes_text(size: float) -> str:
-    """
-    >>> [bytes_text(b) for b in (12, 4096, 3 * 2**20, 2**34)]
-    ['12 B', '4.0 KiB', '3.0 MiB', '16.0 GiB']
-    """
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:,.1f} {name}"
-    return f"{size:,.0f} B"
 
 
 # Repeats
@@ -381,7 +357,7 @@ def _follows(repeat: Repeat, modules: Sequence[str]) -> bool:
             continue
         if skeleton(a) != skeleton(b):
             return False
-        parts = list(zip(_NUMBERS.split(a), _NUMBERS.split(b), strict=True))
+        parts = list(zip(NUMBERS.split(a), NUMBERS.split(b), strict=True))
         k = next(k for k, (x, y) in enumerate(parts) if x != y)
         prefix = "".join(x for x, _ in parts[:k])
         here.add(prefix + parts[k][0])
@@ -432,27 +408,6 @@ def folded_seconds(named: Iterable[tuple[str, float]]) -> tuple[tuple[str, int, 
     return tuple(
         (label, len(names), seconds) for label, ((_, seconds), names) in zip(labels, groups.items(), strict=True)
     )
-
-
-def told_apart(groups: Sequence[Sequence[str]]) -> list[str]:
-    """A label for each group of names: their pattern, or where that could be another group's, from where to where.
-
-    >>> told_apart([["box/v100-1", "box/v100-2"], ["box/v100-3", "box/v100-4"], ["box/p100-1"]])
-    ['box/v100-1 … v100-2', 'box/v100-3 … v100-4', 'box/p100-1']
-    """
-    patterns = [pattern_of(names) for names in groups]
-    return [
-        pattern if patterns.count(pattern) == 1 else _from_to(names)
-        for pattern, names in zip(patterns, groups, strict=True)
-    ]
-
-
-def _from_to(names: Sequence[str]) -> str:
-    first, last = names[0], names[-1]
-    if first == last:
-        return first
-    node, _, device = last.rpartition("/")
-    return f"{first} … {device if node and first.startswith(f'{node}/') else last}"
 
 
 # Shares of parts of the model

@@ -10,35 +10,26 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from lopsided.calibration.comparison import Comparison
+from lopsided.calibration.run_record import Run
 from lopsided.planner.baselines import STATE, batch_size
 from lopsided.planner.plan_data import Plan
 from lopsided.report.chart import BLOCKED, COMPUTE, EXPOSED, HIDDEN, IDLE, WAITING, Chart, ChartBlock, Strip, subject_of
-from lopsided.report.listing import DeviceRow, bytes_text, device_rows, seconds_text, told_apart
-from lopsided.report.plan_text import plural, rate_text
+from lopsided.report.listing import device_rows
+from lopsided.report.run_tables import error_text, worst_text
+from lopsided.report.table import (
+    LEAST,
+    bytes_text,
+    labels_of,
+    percent,
+    plural,
+    rate_text,
+    seconds_text,
+    times,
+    told_apart,
+)
 
-_LEAST = 0.0005  # as part of a step: less is not worth a word
 _MOST_NAMED = 4
-
-
-def percent(part: float) -> str:
-    """
-    >>> percent(0.0558), percent(0.0), percent(0.00001), percent(0.736)
-    ('5.6 %', '0 %', '<0.1 %', '74 %')
-    """
-    if abs(part) < 1e-12:
-        return "0 %"
-    if abs(part) < _LEAST:
-        return "<0.1 %"
-    return f"{part * 100:.0f} %" if abs(part) >= 0.1 else f"{part * 100:.1f} %"
-
-
-def times(ratio: float) -> str:
-    return f"{ratio:,.2f} ×"
-
-
-def labels_of(rows: Sequence[DeviceRow]) -> list[str]:
-    names = told_apart([row.names for row in rows])
-    return [f"{name} ({len(row.names)})" if len(row.names) > 1 else name for name, row in zip(names, rows, strict=True)]
 
 
 def spoken(groups: Sequence[Sequence[str]]) -> list[str]:
@@ -114,16 +105,16 @@ def _telling(strips: Sequence[Strip]) -> Sequence[Strip]:
 
 def _strip_words(strip: Strip, step_s: float, names: Mapping[str, str]) -> str:
     parts = [f"computes {percent(_part(strip.seconds(COMPUTE), step_s))} of the step"]
-    if (sends := _part(strip.seconds(BLOCKED, EXPOSED), step_s)) >= _LEAST:
+    if (sends := _part(strip.seconds(BLOCKED, EXPOSED), step_s)) >= LEAST:
         parts.append(f"stands still for {percent(sends)} while something is sent")
-    if (waits := _part(strip.seconds(WAITING), step_s)) >= _LEAST:
+    if (waits := _part(strip.seconds(WAITING), step_s)) >= LEAST:
         awaited: Counter[str] = Counter()
         for block in strip.blocks:
             if block.doing == WAITING and block.awaits:
                 awaited[block.awaits] += round(block.seconds * 1e12)
         last = awaited.most_common(1)[0][0] if awaited else ""
         parts.append(f"waits {percent(waits)}{f' for {names.get(last, last)}' if last else ''}")
-    if (idle := _part(strip.seconds(IDLE), step_s)) >= _LEAST:
+    if (idle := _part(strip.seconds(IDLE), step_s)) >= LEAST:
         parts.append(f"does nothing that was recorded for {percent(idle)}")
     return f"{_each(names[strip.label], len(strip.devices))} {listed(parts)}."
 
@@ -144,7 +135,7 @@ def _sent_words(chart: Chart, busiest: str) -> Iterator[str]:
     hiding = sum(block.seconds for block in chart.network if block.doing == HIDDEN)
     if hiding > 0:
         exposed = chart.busiest.seconds(EXPOSED)
-        if exposed < _LEAST * chart.step_s:
+        if exposed < LEAST * chart.step_s:
             yield f"{seconds_text(hiding)} of sending parameters and gradients hide behind computation."
         elif exposed > 0.99 * hiding:
             yield f"{seconds_text(hiding)} of sending parameters and gradients do not hide behind computation at all."
@@ -192,7 +183,7 @@ def share_words(plan: Plan) -> Iterator[str]:
         yield "What is stored is cut by shares of its own: who computes less can still hold as much."
     idle = [row for row in device_rows(plan) if not row.shares]
     if idle:
-        left_out = listed(labels_of(idle))
+        left_out = listed(labels_of([row.names for row in idle]))
         yield f"Left out: {left_out}. No plan with them was found to be faster."
 
 
@@ -217,9 +208,9 @@ def worth_words(plan: Plan) -> Iterator[str]:
     if not known or not plan.step_s:
         return
     label, most = max(known, key=lambda pair: pair[1])
-    if most >= _LEAST:
+    if most >= LEAST:
         yield f"Taking one {label} away would cost most: {_longer(most)}."
-    idle = [label for label, more in known if abs(more) < _LEAST]
+    idle = [label for label, more in known if abs(more) < LEAST]
     if idle:
         yield f"One fewer of {listed(idle)} would make no difference."
 
@@ -230,3 +221,17 @@ def _longer(more: float) -> str:
         if more >= 1
         else f"the step would take {percent(more)} longer"
     )
+
+
+# A run
+
+
+def run_words(run: Run, found: Comparison) -> Iterator[str]:
+    step = found.step
+    yield (
+        f"The median of {len(run.timed_s):,} {plural('step', len(run.timed_s))} took {seconds_text(step.measured)}, "
+        f"and {seconds_text(step.predicted)} were predicted: {error_text(step.error)}, "
+        f"while measured steps scatter by ± {percent(found.noise)}."
+    )
+    if run.devices[0].recorded:
+        yield f"Most of it is due to {worst_text(found)}."

@@ -25,7 +25,7 @@ from lopsided.calibration.run_record import (
 )
 from lopsided.errors import RunError
 from lopsided.planner.plan_data import Plan
-from lopsided.report.comparison_text import confrontation_lines, error_text
+from lopsided.report.run_tables import comparison_lines, error_text
 from lopsided.schedule.cost import Costs, optimizer_named
 from lopsided.schedule.pricing import Computed
 from tests.support.plans import plan_of
@@ -189,7 +189,7 @@ def test_what_nobody_predicted_is_in_between(run: Run) -> None:
 
 def test_the_text_names_the_error_and_the_worst_line(run: Run) -> None:
     found: Comparison = confront(run)
-    text = "\n".join(confrontation_lines(found, full=True))
+    text = "\n".join(comparison_lines(found, full=True))
     assert error_text(found.step.error) in text
     assert "worst line  all_reduce, ring" in text
     assert all(device in text for device in found.devices)

@@ -17,28 +17,27 @@ import pytest
 
 from lopsided.cli import app as cli
 from lopsided.cli.app import main
-from lopsided.cli.plan_commands import plan_json
 from lopsided.cluster.cluster_file import parse_cluster, preset_names
 from lopsided.errors import PlanError
 from lopsided.ir.placement import Shares
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan
 from lopsided.planner.search import Progress
-from lopsided.report.plan_diff import diff_plans
-from lopsided.report.plan_text import (
-    WIDTH,
-    baseline_lines,
-    breakdown_lines,
-    device_lines,
-    diff_lines,
+from lopsided.report.plan_diff import diff_plans, difference_tables
+from lopsided.report.plan_tables import (
+    baseline_table,
+    breakdown_table,
+    device_table,
     header_lines,
-    node_lines,
-    program_lines,
+    plan_json,
+    plan_sections,
+    program_table,
     progress_text,
     search_lines,
-    segment_lines,
+    worth_table,
     worth_text,
 )
+from lopsided.report.table import WIDTH, Table, text_lines
 from tests.support.plans import DATA_PARALLEL, SHARES, ZERO, plan_of
 
 SMALL = "bert:layers=4,width=32,heads=2,vocab=97,seq=8,batch=16"
@@ -294,24 +293,37 @@ def test_help_says_what_can_be_pinned() -> None:
 # Lines, without a process
 
 
+def lines_of(table: Table) -> list[str]:
+    return [*text_lines(table)]
+
+
+def program_lines(plan: Plan) -> list[str]:
+    return lines_of(program_table(plan, brief=True))
+
+
+def section_of(plan: Plan, title: str, *, full: bool = False) -> list[str]:
+    return dict(plan_sections(plan, full=full)).get(title, [])
+
+
 @pytest.mark.parametrize("text", [DATA_PARALLEL, ZERO])
 def test_tables_are_aligned_and_narrow(text: str) -> None:
     plan = plan_of(text)
-    lines = [*program_lines(plan), *device_lines(plan), *breakdown_lines(plan), *baseline_lines(plan)]
-    assert max(len(line) for whole in lines for line in whole.split("\n")) <= WIDTH
+    tables = (device_table(plan), breakdown_table(plan), baseline_table(plan))
+    lines = [*program_lines(plan), *(line for table in tables for line in lines_of(table))]
+    assert max(map(len, lines)) <= WIDTH
     head, *rows = program_lines(plan)
     ends = head.index("compute") + len("compute")
     assert rows[0][:ends].endswith(("µs", "ms", " s"))
 
 
 def test_long_calls_are_wrapped_between_operands() -> None:
-    lines = [line for whole in program_lines(plan_of(ZERO)) for line in whole.split("\n")]
+    lines = program_lines(plan_of(ZERO))
     assert any("linear_1 = linear(relu: S0, down.weight: S0@state→R," in line for line in lines)
     assert "      down.bias: I→R) : S0" in lines
 
 
 def test_device_lines_show_shares_memory_and_worth() -> None:
-    head, big, *small = device_lines(plan_of())
+    head, big, *small = lines_of(device_table(plan_of()))
     assert "work" in head
     assert "state" in head
     assert "50.00 %" in big
@@ -323,10 +335,10 @@ def test_device_lines_show_shares_memory_and_worth() -> None:
 
 
 def test_nodes_have_a_heading_of_their_own() -> None:
-    assert [*node_lines(plan_of())] == []
+    assert section_of(plan_of(), "nodes") == []
     plan = replace(plan_of(), without_node=tuple((f"box-{k}", 1e9 if k < 3 else math.inf) for k in range(1, 5)))
-    head, *rows = node_lines(plan)
-    assert head.split() == ["without", "one"]
+    head, *rows = lines_of(worth_table(plan, devices=False))
+    assert head.split() == ["node", "without", "one"]
     assert [row.split("(2)")[0].strip() for row in rows] == ["box-1 … box-2", "box-3 … box-4"]
 
 
@@ -334,7 +346,7 @@ def test_long_names_do_not_make_long_lines() -> None:
     text = plan_of().cluster.text().replace('"box"', f'"{"long-name-" * 9}"')
     cluster = parse_cluster(text)
     plan = replace(plan_of(), cluster=cluster, on=cluster, without_device=((cluster.device_names[2], math.inf),))
-    lines = [*device_lines(plan)]
+    lines = lines_of(device_table(plan))
     assert max(map(len, lines)) <= WIDTH
     assert sum("long-name" in line for line in lines) == 3
 
@@ -349,19 +361,19 @@ def with_segments() -> Plan:
 
 def test_shares_of_parts_are_a_line_or_a_table() -> None:
     plan = with_segments()
-    head, *rows = device_lines(plan)
-    assert head.split()[:3] == ["work", "state", "memory"]
+    head, *rows = section_of(plan, "devices")
+    assert head.split()[:4] == ["device", "work", "state", "memory"]
     assert rows[-1] == "  6 parts of the model have shares of their own (--full shows them)"
     assert max(map(len, rows)) <= WIDTH
-    assert [*segment_lines(plan, full=False)] == []
-    assert not any("--full" in line for line in device_lines(plan, full=True))
-    first, big, *_ = segment_lines(plan, full=True)
+    assert section_of(plan, "parts of the model with shares of their own") == []
+    assert not any("--full" in line for line in section_of(plan, "devices", full=True))
+    first, big, *_ = section_of(plan, "parts of the model with shares of their own", full=True)
     assert first.startswith("  segment1: 1 step of ")
     assert big.split() == ["box/big-1", "60.00", "%"]
 
 
 def test_full_tables_are_aligned() -> None:
-    head, *lines = program_lines(plan_of(ZERO), full=True)
+    head, *lines = section_of(plan_of(ZERO), "program", full=True)
     ends = head.index("compute") + len("compute")
     steps = [line for line in lines if " = " in line]
     assert max(len(line.split("  ")[1]) for line in steps) > 68
@@ -392,14 +404,15 @@ def test_what_was_taken_is_a_sentence() -> None:
 
 def test_zeros_are_left_out() -> None:
     plan = plan_of()
-    rows = [*breakdown_lines(replace(plan, breakdown=replace(plan.breakdown, hidden_s=1e-9)))]
+    rows = lines_of(breakdown_table(replace(plan, breakdown=replace(plan.breakdown, hidden_s=1e-9))))
     assert not any("hidden" in row for row in rows)
     alone = plan_of(shares=Shares((1.0, 0.0, 0.0)))
     assert not any(" 0.0 µs" in line for line in program_lines(alone))
 
 
 def test_baselines_that_do_not_fit_say_so() -> None:
-    fits, single = baseline_lines(plan_of())
+    _, ours, fits, single = lines_of(baseline_table(plan_of()))
+    assert "this plan" in ours
     assert "3.00 ×" in fits
     assert "does not fit" in single
 
@@ -415,7 +428,8 @@ def test_what_was_not_found_is_not_printed_as_a_number() -> None:
 
 
 def test_differences_are_printed_narrow() -> None:
-    lines = [*diff_lines(diff_plans(plan_of(), plan_of(ZERO)))]
-    assert "how parameters are stored" in lines
+    tables = difference_tables(diff_plans(plan_of(), plan_of(ZERO)))
+    assert "how parameters are stored" in [table.title for table in tables]
+    lines = [line for table in tables for line in lines_of(table)]
     assert any(line.split() == ["up.weight", "I", "→", "S0@state"] for line in lines)
     assert max(map(len, lines)) <= WIDTH

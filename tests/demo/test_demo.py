@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lopsided.demo.race import Busy, RaceEntry, Spent, _busy, _rows
-from lopsided.demo.setting import on_cores
+from lopsided.demo.race import Busy, RaceEntry, Spent, _busy, _rows, on_cores
 from lopsided.demo.text import Windows, letters, story
 
 DEMO = [sys.executable, "-m", "lopsided", "demo", "--quick", "--json"]

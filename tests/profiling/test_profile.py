@@ -20,7 +20,7 @@ from lopsided.profiling.links import Fit, LinkSample
 from lopsided.profiling.measure import Measurement, ProfileLine
 from lopsided.profiling.noise import Notice
 from lopsided.profiling.profile import STANDARD, in_percent, standard
-from lopsided.report.profile_text import WIDTH, measurement_lines
+from lopsided.report.run_tables import PROFILE_WIDTH, measurement_lines
 from lopsided.schedule.cost import update_call
 
 MODEL = "gpt2:layers=1,width=32,heads=4,seq=10,vocab=61,batch=6"
@@ -136,7 +136,7 @@ def made_up() -> Measurement:
 
 def test_lines_fit_a_terminal_and_name_the_worst() -> None:
     lines = [*measurement_lines(made_up())]
-    assert max(map(len, lines)) <= WIDTH
+    assert max(map(len, lines)) <= PROFILE_WIDTH
     text = "\n".join(lines)
     assert "worst fits" in text
     assert "17 %" in text

@@ -24,19 +24,15 @@ from lopsided.planner.search_cost import SharePrices
 from lopsided.report import listing as module
 from lopsided.report.listing import (
     Repeat,
-    Row,
-    bytes_text,
+    StepRow,
     device_rows,
     folded_seconds,
     listing,
-    pattern_of,
-    ranged,
     repeats,
-    seconds_text,
     segment_rows,
-    told_apart,
 )
 from lopsided.report.plan_diff import diff_plans
+from lopsided.report.table import bytes_text, pattern_of, ranged, seconds_text, told_apart
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from tests.support.plans import DATA_PARALLEL, SHARES, ZERO, cluster, graph, plan_of
 from tests.support.schedules import lay_out
@@ -67,7 +63,7 @@ def test_gathered_parameters_hide_and_regathered_ones_twice() -> None:
     assert {send.collective for send in once[2].sends} == {"all_gather", "all_reduce", "reduce_scatter"}
     assert all(send.hides for send in once[2].sends)
 
-    def gathered(row: Row) -> float:
+    def gathered(row: StepRow) -> float:
         return sum(send.seconds for send in row.sends if send.collective == "all_gather")
 
     # The first layer's input has no gradient, so its backward pass does not need the weight.

@@ -8,14 +8,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lopsided.report import figures
+from lopsided.report import markup
 from lopsided.report.chart import predicted_chart
-from lopsided.report.figures import ticks, timeline
-from lopsided.report.listing import bytes_text, listing, seconds_text
-from lopsided.report.markup import Html, data, tag, text
+from lopsided.report.listing import listing
+from lopsided.report.markup import Html, coloured, data, flowing, tag, text, ticks, timeline
 from lopsided.report.page import report_html
-from lopsided.report.parts import flowing
-from lopsided.report.program import coloured
+from lopsided.report.table import bytes_text, seconds_text
 from tests.support.plans import ZERO, plan_of
 from tests.support.recorded_runs import HOSTILE, hostile_plan, run_of
 
@@ -211,7 +209,7 @@ def test_ticks_are_few_and_round(whole: float) -> None:
 def test_long_steps_are_drawn_with_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     chart = predicted_chart(plan_of(ZERO))
     whole = timeline(chart)
-    monkeypatch.setattr(figures, "_MOST_BLOCKS", 12)
+    monkeypatch.setattr(markup, "_MOST_BLOCKS", 12)
     fewer = timeline(chart)
     assert fewer.count("<rect") < whole.count("<rect")
     told = json.loads(fewer[fewer.index('{"step_s"') : fewer.rindex("</script>")])

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from lopsided.report import chrome_trace as trace_module
-from lopsided.report.chart import COMPUTE, predicted_chart
-from lopsided.report.chrome_trace import trace_text
+from lopsided.report import chart as trace_module
+from lopsided.report.chart import COMPUTE, predicted_chart, trace_text
 from tests.support.plans import ZERO, plan_of
 from tests.support.recorded_runs import run_of
 
