@@ -228,14 +228,12 @@ def batch_norm_local(local: Local) -> object:
 
     The running statistics become the mean over devices, weighted by rows: partial sums.
     """
-    x, weight, bias, running_mean, running_var, momentum, eps = _batch_norm_arguments(local)
-    if running_mean is None or running_var is None or not x.shape[0]:
-        nothing = local.tensors[-1] * 0
-        return local.as_result(x), local.as_result(nothing, 1), local.as_result(nothing, 2)
-    dims = [d for d in range(x.dim()) if d != 1]
-    count = x.numel() // x.shape[1]
-    variance, mean = torch.var_mean(x, dims, correction=0)
-    part = local.fraction()
+    x, weight, bias, _, _, momentum, eps = _batch_norm_arguments(local)
+    running_mean, running_var = map(accumulating, local.tensors[-2:])
+    count, part = x.numel() // x.shape[1], local.fraction()
+    # A device without rows has no statistics. It normalises nothing by others, so that scale and shift have a gradient
+    # on it too: of zero, yet the devices add up as many gradients everywhere.
+    variance, mean = torch.var_mean(x, _but_channels(x), correction=0) if count else (running_var, running_mean)
     y = _normalised(x, mean, variance, weight, bias, eps)
     new_mean = _moved(running_mean, mean, momentum)
     new_var = _moved(running_var, variance * count / max(count - 1, 1), momentum)
