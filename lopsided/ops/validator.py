@@ -133,13 +133,11 @@ def _missing(call: Call, tensors: list[Tensor], rules: Sequence[Rule]) -> tuple[
 
 # The samples of all families
 
+# A family draws its tensors from a stream of its own, numbered by its place here.
 _FAMILIES: tuple[Callable[[Draw], Iterator[Sample]], ...] = (
     pointwise.samples,
-    draws.samples,
     views.samples,
-    parts.samples,
     products.samples,
-    attention.samples,
     linalg.samples,
     reduce.samples,
     norms.samples,
@@ -147,6 +145,9 @@ _FAMILIES: tuple[Callable[[Draw], Iterator[Sample]], ...] = (
     indexing.samples,
     windows.samples,
     pointwise.samples_by_tag,
+    draws.samples,
+    parts.samples,
+    attention.samples,
 )
 
 _DTYPE_OR_SHAPE_ONLY = "of one operand only the shape or dtype matters: it could be placed anyhow"
