@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lopsided.ir.placement import P
+from lopsided.ir.placement import P, R
 from lopsided.ops.op import Ask, Call, Local, Op, Talk, Talking, broadcast_shape, entries, number, spec, whole
 from lopsided.ops.reduce import shifted
 from lopsided.ops.sample import Draw, Sample, sample
@@ -117,7 +117,7 @@ def mean_of_rows(local: Local) -> Talking:
         return local.as_result(total / (whole.elements // whole.shape[1]))
     weight = wide.tensors[2] if len(wide.tensors) > 2 else None
     counted = _row_weights(target, weight, int(local.call.arg("ignore_index")), logits.dtype).sum()
-    count = yield Ask(counted.detach(), "P", "R")
+    count = yield Ask(counted.detach(), P, R)
     return local.as_result(total / count)
 
 
@@ -156,7 +156,7 @@ def vocabulary(local: Local) -> Talking:
         loss = loss + torch.where(counted, spread, zero) * smoothing / classes
     if reduction != _MEAN:
         return local.as_result(loss if reduction == _NONE else loss.sum())
-    count = yield Ask(row_weight.detach().sum(), "P", "R")
+    count = yield Ask(row_weight.detach().sum(), P, R)
     return local.as_result(loss.sum() / count)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lopsided.ir.placement import I, P
+from lopsided.ir.placement import I, P, R
 from lopsided.ops.op import (
     Ask,
     Call,
@@ -64,9 +64,9 @@ def layer_norm_cut(local: Local) -> Talking:
     x = accumulating(local.tensors[0])
     shape = local.call.arg("normalized_shape")
     dims, count = tuple(range(-len(shape), 0)), math.prod(shape)
-    mean = (yield Ask(x.sum(dims, keepdim=True), "P", "R")) / count
+    mean = (yield Ask(x.sum(dims, keepdim=True), P, R)) / count
     centred = x - mean
-    variance = (yield Ask(centred.square().sum(dims, keepdim=True), "P", "R")) / count
+    variance = (yield Ask(centred.square().sum(dims, keepdim=True), P, R)) / count
     return _scaled(centred * torch.rsqrt(variance + number(local.call.arg("eps"))), local)
 
 
@@ -74,7 +74,7 @@ def rms_norm_cut(local: Local) -> Talking:
     x = accumulating(local.tensors[0])
     shape, eps = local.call.arg("normalized_shape"), local.call.arg("eps")
     dims = tuple(range(-len(shape), 0))
-    square = (yield Ask(x.square().sum(dims, keepdim=True), "P", "R")) / math.prod(shape)
+    square = (yield Ask(x.square().sum(dims, keepdim=True), P, R)) / math.prod(shape)
     return _scaled(x * torch.rsqrt(square + (torch.finfo(x.dtype).eps if eps is None else number(eps))), local)
 
 
@@ -150,9 +150,9 @@ def _evaluated_talks(call: Call) -> list[Talk]:
 
 
 def _batch_statistics(x: Tensor, count: int) -> Talking:
-    mean = (yield Ask(x.sum(_but_channels(x)), "P", "R")) / count
+    mean = (yield Ask(x.sum(_but_channels(x)), P, R)) / count
     spread = _Spread.apply(x, mean)  # type: ignore[no-untyped-call]
-    variance = (yield Ask(spread, "P", "R")) / count
+    variance = (yield Ask(spread, P, R)) / count
     return mean, variance
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lopsided.ir.placement import I
+from lopsided.ir.placement import I, P, Placement, R
 from lopsided.ops.op import (
     Ask,
     Call,
@@ -185,13 +185,13 @@ def _peak(x: Tensor, dims: list[int]) -> Talking:
     return (yield Ask(largest, largest=True))
 
 
-def shifted(x: Tensor, dims: list[int], to: str = "R") -> Talking:
+def shifted(x: Tensor, dims: list[int], to: Placement = R) -> Talking:
     """x less its largest along whole dims, the sum of exponentials over them as `to`, and the shift."""
     peak = yield from _peak(x, dims)
     # A row of -inf alone has the answer NaN, as softmax has; a shift of zero keeps it.
     peak = torch.where(peak.isfinite(), peak, torch.zeros_like(peak))
     less = x - peak
-    total = yield Ask(less.exp().sum(dims, keepdim=True), "P", to)
+    total = yield Ask(less.exp().sum(dims, keepdim=True), P, to)
     return less, total, peak
 
 
@@ -212,7 +212,7 @@ def log_softmax_cut(local: Local) -> Talking:
 
 
 def logsumexp_cut(local: Local) -> Talking:
-    _, total, peak = yield from shifted(_operand(local), dims_of(local.call), "I")
+    _, total, peak = yield from shifted(_operand(local), dims_of(local.call), I)
     return local.as_result(total.log() + peak).reshape(local.shapes[0])
 
 
@@ -222,9 +222,9 @@ def extreme_cut(local: Local) -> Talking:
     sign = -1 if "min" in local.call.node.op else 1
     peak = sign * (yield from _peak(sign * x, dims))
     here = x == peak
-    count = yield Ask(here.sum(dims, keepdim=True).to(x.dtype), "P", "R")
+    count = yield Ask(here.sum(dims, keepdim=True).to(x.dtype), P, R)
     part = (torch.where(here, x, torch.zeros_like(x)) / count).sum(dims, keepdim=True)
-    value = yield Ask(part, "P", "I")
+    value = yield Ask(part, P, I)
     # Dividing and adding up again may round: the value itself is known exactly.
     exact = torch.where(value == peak, value, value + (peak - value).detach())
     return local.as_result(exact).reshape(local.shapes[0])
@@ -232,7 +232,7 @@ def extreme_cut(local: Local) -> Talking:
 
 def vector_norm_cut(local: Local) -> Talking:
     x, dims, order = _operand(local), dims_of(local.call), _order(local.call)
-    total = yield Ask(x.abs().pow(order).sum(dims, keepdim=True), "P", "I")
+    total = yield Ask(x.abs().pow(order).sum(dims, keepdim=True), P, I)
     nonzero = total > 0
     # The gradient at zero is zero.
     root = torch.where(nonzero, total, torch.ones_like(total)).pow(1 / order)
@@ -251,14 +251,14 @@ def variance_cut(local: Local) -> Talking:
     unbiased, correction = call.arg("unbiased"), call.arg("correction")
     freedom = count - (float(unbiased) if unbiased is not None else 1 if correction is None else number(correction))
     total = x.sum(dims, keepdim=True)
-    mean = (yield Ask(total, "P", "R")) / count
-    spread = (yield Ask((x - mean).square().sum(dims, keepdim=True), "P", "I")) / freedom
+    mean = (yield Ask(total, P, R)) / count
+    spread = (yield Ask((x - mean).square().sum(dims, keepdim=True), P, I)) / freedom
     if "std" in call.node.op:
         spread = spread.sqrt()
     spread = local.as_result(spread).reshape(local.shapes[0])
     if len(local.shapes) == 1:
         return spread
-    mean = (yield Ask(total, "P", "I")) / count
+    mean = (yield Ask(total, P, I)) / count
     return spread, local.as_result(mean, 1).reshape(local.shapes[1])
 
 
@@ -267,7 +267,7 @@ def cumulative_sum_cut(local: Local) -> Talking:
     x, dim = _operand(local), dim_of(local.call)
     total = x.sum(dim, keepdim=True)
     mine = [total if d == local.device else torch.zeros_like(total) for d in range(len(local.pieces))]
-    totals = yield Ask(torch.stack(mine), "P", "R")
+    totals = yield Ask(torch.stack(mine), P, R)
     return local.as_result(x.cumsum(dim) + totals[: local.device].sum(0))
 
 
