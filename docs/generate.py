@@ -13,8 +13,7 @@ from typing import Any
 
 from lopsided.ops import FAMILIES, TABLE
 from lopsided.ops.derive import describe_call
-from lopsided.ops.samples import sampled_ops, samples_of
-from lopsided.ops.validator import as_call
+from lopsided.ops.validator import as_call, sampled_ops, samples_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"

@@ -58,8 +58,7 @@ from lopsided.models.by_name import load
 from lopsided.ops import TABLE, describe
 from lopsided.ops.derive import derive_rules, describe_call
 from lopsided.ops.op import Op
-from lopsided.ops.samples import known_reason, sampled_ops, samples_of
-from lopsided.ops.validator import Finding, as_call, validate
+from lopsided.ops.validator import Finding, as_call, known_reason, sampled_ops, samples_of, validate
 from lopsided.report.table import Column, Row, Table, text_lines
 from lopsided.verification.verifier import Verification, suspects, verify
 

@@ -11,6 +11,7 @@ it.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -121,7 +122,8 @@ class _Compiler:
         self.freed: list[int] = []  # copies that are gathered again for some node's backward pass
         self.before = self._before_nodes()
         contexts = [replace(step.node.context, grad=True, recompute=0) for step in self.program.steps]
-        self.context = max(contexts, key=contexts.count) if contexts else Context()
+        counts = Counter(contexts)
+        self.context = max(counts, key=counts.__getitem__) if counts else Context()  # of most nodes
 
     def _before_nodes(self) -> dict[str, list[tuple[str, Placement]]]:
         """For each node the copies that are gathered again right before its backward pass."""

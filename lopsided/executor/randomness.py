@@ -46,6 +46,15 @@ class RankRandomness:
             self._put_back()
             default.set_state(kept)
 
+    @property
+    def by_position(self) -> bool:
+        return False
+
+    def drawing(self, node: str, rank: int | None) -> AbstractContextManager[None]:
+        """From here on the stream of this rank's own, or the one that all share, until another is wanted."""
+        self.draw_from(own=rank is not None)
+        return nullcontext()
+
     def draw_from(self, *, own: bool) -> None:
         """Torch's default generator goes on where this stream stopped. It stays there until another is wanted."""
         self._switch(self._own if own else self._shared)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lopsided.ir.placement import P, R
 from lopsided.ops.op import Call, Local, Op, Talk, Written, accumulating, number, spec
+from lopsided.ops.sample import Draw, Sample, sample
 
 
 def attention(call: Call) -> Written:
@@ -98,3 +101,33 @@ def _attention_talks(call: Call) -> list[Talk]:
 ATTENTION: dict[str, Op] = {
     "aten.scaled_dot_product_attention": Op(attention, local=attention_of_piece, talks=_attention_talks, random=True),
 }
+
+
+# Samples
+
+
+def samples(draw: Draw) -> Iterator[Sample]:
+    def attend(heads: int = 4, groups: int = 4, *mask: torch.Tensor, **kwargs: Any) -> Sample:
+        q, k, v = draw.real(2, heads, 5, 6), draw.real(2, groups, 7, 6), draw.real(2, groups, 7, 3)
+        return sample("aten.scaled_dot_product_attention.default", q, k, v, *mask, **kwargs)
+
+    yield attend()
+    yield attend(scale=0.3)
+    yield attend(is_causal=True)
+    yield attend(dropout_p=0.4)
+    yield attend(dropout_p=0.4, is_causal=True)
+    yield attend(4, 2, enable_gqa=True)
+    yield attend(4, 2, enable_gqa=True, is_causal=True)
+    yield attend(4, 1, enable_gqa=True)
+    yield attend(4, 2, enable_gqa=True, dropout_p=0.4)
+    keep = draw.truths(5, 7)
+    keep[:, 0] = True
+    yield attend(4, 4, keep)
+    yield attend(4, 4, draw.real(2, 1, 5, 7))
+    yield attend(4, 4, draw.constant(1, 4, 1, 7))
+    yield attend(4, 2, draw.constant(4, 5, 7), enable_gqa=True)
+    yield attend(4, 4, keep, dropout_p=0.4)
+    rank3 = [draw.real(3, 5, 6), draw.real(3, 7, 6), draw.real(3, 7, 4)]
+    yield sample("aten.scaled_dot_product_attention.default", *rank3)
+    yield sample("aten.scaled_dot_product_attention.default", *rank3, draw.constant(5, 7))
+    yield sample("aten.scaled_dot_product_attention.default", *rank3, is_causal=True)

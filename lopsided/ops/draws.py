@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lopsided.ir.placement import Placement, R
 from lopsided.ops.op import Call, Local, Op, number
 from lopsided.ops.pointwise import nonlinear
+from lopsided.ops.sample import Draw, Sample, sample
 
 
 def _kept(local: Local, shape: tuple[int, ...], p: float) -> Tensor:
@@ -139,3 +141,30 @@ RANDOM: dict[str, Op] = {
     "aten.randint_like": Op(nonlinear, local=randint_like, random=True),
     "aten.multinomial": Op("f[... K] -> ... J", local=multinomial, random=True),
 }
+
+
+# Samples
+
+
+def samples(draw: Draw) -> Iterator[Sample]:
+    for p, train in ((0.3, True), (0.3, False), (1.0, True)):
+        yield sample("aten.dropout.default", draw.real(5, 4), p, train)
+    yield sample("aten.native_dropout.default", draw.real(5, 4), 0.3, True)
+    yield sample("aten.feature_dropout.default", draw.real(5, 4, 6), 0.4, True)
+    yield sample("aten.alpha_dropout.default", draw.real(5, 4), 0.4, True)
+    yield sample("aten.feature_alpha_dropout.default", draw.real(5, 4, 6), 0.4, True)
+    yield sample("aten.rrelu.default", draw.real(5, 4), 0.1, 0.4, True)
+    yield sample("aten.rrelu.default", draw.real(5, 4), 0.1, 0.4, False)
+    yield sample("aten.bernoulli.default", draw.positive(5, 4, grad=False))
+    yield sample("aten.bernoulli.p", draw.constant(5, 4), 0.3)
+    yield sample("aten.bernoulli.Tensor", draw.constant(5, 4), draw.positive(5, 4, grad=False))
+    yield sample("aten.rand_like.default", draw.constant(5, 4))
+    yield sample("aten.uniform.default", draw.constant(5, 4), -2.0, 3.0)
+    yield sample("aten.randn_like.default", draw.constant(5, 4))
+    yield sample("aten.normal_functional.default", draw.constant(5, 4), 1.0, 0.5)
+    yield sample("aten.exponential.default", draw.constant(5, 4), 2.0)
+    yield sample("aten.multinomial.default", draw.positive(5, 4, grad=False), 6, True)
+    yield sample("aten.multinomial.default", draw.positive(5, 7, grad=False), 3, False)
+    yield sample("aten.multinomial.default", draw.positive(7, grad=False), 3, False)
+    yield sample("aten.randint_like.default", draw.constant(5, 4), 9)
+    yield sample("aten.randint_like.low_dtype", draw.constant(5, 4), 3, 9)

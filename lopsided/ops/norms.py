@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lopsided.ir.placement import I, P
+from lopsided.ir.placement import I, P, R
 from lopsided.ops.op import (
     Ask,
     Call,
@@ -27,6 +28,7 @@ from lopsided.ops.op import (
     number,
     spec,
 )
+from lopsided.ops.sample import Draw, Sample, sample
 
 
 def layer_norm(call: Call) -> str:
@@ -62,9 +64,9 @@ def layer_norm_cut(local: Local) -> Talking:
     x = accumulating(local.tensors[0])
     shape = local.call.arg("normalized_shape")
     dims, count = tuple(range(-len(shape), 0)), math.prod(shape)
-    mean = (yield Ask(x.sum(dims, keepdim=True), "P", "R")) / count
+    mean = (yield Ask(x.sum(dims, keepdim=True), P, R)) / count
     centred = x - mean
-    variance = (yield Ask(centred.square().sum(dims, keepdim=True), "P", "R")) / count
+    variance = (yield Ask(centred.square().sum(dims, keepdim=True), P, R)) / count
     return _scaled(centred * torch.rsqrt(variance + number(local.call.arg("eps"))), local)
 
 
@@ -72,7 +74,7 @@ def rms_norm_cut(local: Local) -> Talking:
     x = accumulating(local.tensors[0])
     shape, eps = local.call.arg("normalized_shape"), local.call.arg("eps")
     dims = tuple(range(-len(shape), 0))
-    square = (yield Ask(x.square().sum(dims, keepdim=True), "P", "R")) / math.prod(shape)
+    square = (yield Ask(x.square().sum(dims, keepdim=True), P, R)) / math.prod(shape)
     return _scaled(x * torch.rsqrt(square + (torch.finfo(x.dtype).eps if eps is None else number(eps))), local)
 
 
@@ -148,9 +150,9 @@ def _evaluated_talks(call: Call) -> list[Talk]:
 
 
 def _batch_statistics(x: Tensor, count: int) -> Talking:
-    mean = (yield Ask(x.sum(_but_channels(x)), "P", "R")) / count
+    mean = (yield Ask(x.sum(_but_channels(x)), P, R)) / count
     spread = _Spread.apply(x, mean)  # type: ignore[no-untyped-call]
-    variance = (yield Ask(spread, "P", "R")) / count
+    variance = (yield Ask(spread, P, R)) / count
     return mean, variance
 
 
@@ -228,14 +230,12 @@ def batch_norm_local(local: Local) -> object:
 
     The running statistics become the mean over devices, weighted by rows: partial sums.
     """
-    x, weight, bias, running_mean, running_var, momentum, eps = _batch_norm_arguments(local)
-    if running_mean is None or running_var is None or not x.shape[0]:
-        nothing = local.tensors[-1] * 0
-        return local.as_result(x), local.as_result(nothing, 1), local.as_result(nothing, 2)
-    dims = [d for d in range(x.dim()) if d != 1]
-    count = x.numel() // x.shape[1]
-    variance, mean = torch.var_mean(x, dims, correction=0)
-    part = local.fraction()
+    x, weight, bias, _, _, momentum, eps = _batch_norm_arguments(local)
+    running_mean, running_var = map(accumulating, local.tensors[-2:])
+    count, part = x.numel() // x.shape[1], local.fraction()
+    # A device without rows has no statistics. It normalises nothing by others, so that scale and shift have a gradient
+    # on it too: of zero, yet the devices add up as many gradients everywhere.
+    variance, mean = torch.var_mean(x, _but_channels(x), correction=0) if count else (running_var, running_mean)
     y = _normalised(x, mean, variance, weight, bias, eps)
     new_mean = _moved(running_mean, mean, momentum)
     new_var = _moved(running_var, variance * count / max(count - 1, 1), momentum)
@@ -295,3 +295,38 @@ NORMS: dict[str, Op] = {
     "aten._weight_norm": Op(weight_norm),
     "aten._weight_norm_interface": Op(weight_norm),
 }
+
+
+# Samples
+
+
+def samples(draw: Draw) -> Iterator[Sample]:
+    layer = "aten.layer_norm.default"
+    yield sample(layer, draw.real(5, 4, 6), [6], draw.real(6), draw.real(6))
+    yield sample(layer, draw.real(5, 4, 6), [6], draw.real(6))
+    yield sample(layer, draw.real(5, 4, 6), [4, 6])
+    yield sample("aten.native_layer_norm.default", draw.real(5, 6), [6], draw.real(6), draw.real(6), 1e-5)
+    yield sample("aten.rms_norm.default", draw.real(5, 4, 6), [6], draw.real(6))
+    yield sample("aten.rms_norm.default", draw.real(5, 6), [6], None, 1e-3)
+    yield sample("aten.group_norm.default", draw.real(5, 8, 3), 4, draw.real(8), draw.real(8))
+    yield sample("aten.group_norm.default", draw.real(5, 6, 3, 4), 1)
+    yield sample("aten.group_norm.default", draw.real(5, 4), 2, draw.real(4))
+    yield sample("aten.native_group_norm.default", draw.real(5, 8, 3), draw.real(8), draw.real(8), 5, 8, 3, 4, 1e-5)
+    running = (draw.constant(4), draw.positive(4, grad=False))
+    own = "lopsided.batch_norm.default"
+    yield sample(own, draw.real(5, 4, 6), draw.real(4), draw.real(4), *running, 0.1, 1e-5)
+    yield sample(own, draw.real(5, 4), None, None, *running, 0.1, 1e-5)
+    batch = "aten.batch_norm.default"
+    yield sample(batch, draw.real(5, 4, 6), draw.real(4), draw.real(4), *running, False, 0.1, 1e-5, False)
+    yield sample(batch, draw.real(5, 4, 6), None, None, *running, False, 0.1, 1e-5, False)
+    yield sample(batch, draw.real(5, 4), draw.real(4), draw.real(4), None, None, True, 0.1, 1e-5, False)
+    instance = "aten.instance_norm.default"
+    yield sample(instance, draw.real(5, 4, 6), draw.real(4), draw.real(4), None, None, True, 0.1, 1e-5, False)
+    yield sample(instance, draw.real(5, 4, 3, 6), None, None, None, None, True, 0.1, 1e-5, False)
+    yield sample(instance, draw.real(5, 4, 6), draw.real(4), draw.real(4), *running, False, 0.1, 1e-5, False)
+    yield sample(instance, draw.real(5, 4, 6), None, None, *running, False, 0.1, 1e-5, False)
+    yield sample("aten._weight_norm.default", draw.real(5, 4, 3), draw.real(5, 1, 1))
+    yield sample("aten._weight_norm.default", draw.real(5, 4, 3), draw.real(), -1)
+    yield sample("aten._weight_norm.default", draw.real(5, 4), draw.real(1, 1), -1)
+    yield sample("aten._weight_norm.default", draw.real(4, 5), draw.real(1, 5), 1)
+    yield sample("aten._weight_norm_interface.default", draw.real(5, 4), draw.real(5, 1))

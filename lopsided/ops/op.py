@@ -4,8 +4,8 @@ In: nothing. Out: `Op` (one entry of the table), `Call` (a node with its operand
 `Local` (one device's part of a call, as implementations see it), and `Ask` (what an implementation asks of
 the other devices).
 
-An implementation that talks is a generator: it yields an `Ask` and receives the answer. The simulator drives
-the generators of all devices in step; the runtime drives one and does real collectives.
+An implementation that talks is a generator: it yields an `Ask` and receives the answer. `simulated_devices` drives the
+generators of all devices in step; the executor drives one and answers by collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from lopsided.ir.graph import Arg, Node, Ref, Value
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import aten_overload, filled, resolve_op
-from lopsided.ir.placement import Placement, start_of
+from lopsided.ir.placement import P, Placement, R, start_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,11 @@ class Ask:
     """A question to the other devices: convert this tensor's placement, or take the largest of each."""
 
     tensor: Tensor
-    source: str = "P"
-    to: str = "R"
+    source: Placement = P
+    to: Placement = R
     largest: bool = False
+    shape: tuple[int, ...] | None = None  # of the whole value, where the tensor is a piece of it
+    what: str = ""  # is converted; that of the op if nothing is said
 
 
 Talking = Generator[Ask, Tensor, Any]

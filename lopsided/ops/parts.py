@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ from lopsided.ops.op import (
     spec,
     sum_of_wholes,
 )
+from lopsided.ops.sample import Draw, Sample, sample
 
 # Parts of a dim
 
@@ -341,3 +342,125 @@ PARTS: dict[str, Op] = {
     "aten.stft": Op(short_fourier),
     "aten.istft": Op(inverse_short_fourier),
 }
+
+
+# Samples
+
+
+def samples(draw: Draw) -> Iterator[Sample]:
+    yield from _samples_of_parts(draw)
+    yield from _samples_of_joins(draw)
+    yield from _samples_of_mirrored(draw)
+    yield from _samples_of_lengths(draw)
+    yield from _samples_of_fourier(draw)
+
+
+def _samples_of_parts(draw: Draw) -> Iterator[Sample]:
+    for start, end, step in ((0, 3, 1), (3, 6, 1), (-3, 9, 1), (0, 6, 1), (1, 4, 1), (0, 6, 2), (0, 2, 1)):
+        yield sample("aten.slice.Tensor", draw.real(6, 5), 0, start, end, step)
+    yield sample("aten.slice.Tensor", draw.real(5, 6), 1)
+    yield sample("aten.narrow.default", draw.real(5, 6), -1, 3, 3)
+    yield sample("aten.narrow.default", draw.real(5, 6), 1, 1, 3)
+    for name in ("split", "unsafe_split"):
+        yield sample(f"aten.{name}.Tensor", draw.real(5, 6), 3, 1)
+        yield sample(f"aten.{name}.Tensor", draw.real(5, 6), 4, -1)
+    yield sample("aten.split.sizes", draw.real(5, 6), [3, 3], 1)
+    for name in ("split_with_sizes", "unsafe_split_with_sizes"):
+        yield sample(f"aten.{name}.default", draw.real(6, 5), [2, 2, 2])
+        yield sample(f"aten.{name}.default", draw.real(6, 5), [1, 5])
+    for name in ("chunk", "unsafe_chunk"):
+        yield sample(f"aten.{name}.default", draw.real(5, 8), 2, -1)
+        yield sample(f"aten.{name}.default", draw.real(5, 7), 3, 1)
+    yield sample("aten.tensor_split.sections", draw.real(5, 6), 3, 1)
+    yield sample("aten.tensor_split.sections", draw.real(7, 4), 3)
+    yield sample("aten.tensor_split.indices", draw.real(5, 6), [2, 4], 1)
+    yield sample("aten.hsplit.int", draw.real(5, 6), 2)
+    yield sample("aten.hsplit.int", draw.real(6), 2)
+    yield sample("aten.vsplit.array", draw.real(6, 5), [2])
+    yield sample("aten.dsplit.int", draw.real(5, 4, 6), 2)
+    yield sample("aten.unbind.int", draw.real(5, 3, 4), 1)
+    yield sample("aten.select.int", draw.real(5, 4, 6), 1, -1)
+    for name in ("tril", "triu"):
+        yield sample(f"aten.{name}.default", draw.real(3, 5, 4))
+        yield sample(f"aten.{name}.default", draw.real(5, 4), 1)
+    yield sample("aten.diagonal.default", draw.real(5, 4, 6), 0, 0, 2)
+    yield sample("aten.linalg_diagonal.default", draw.real(5, 4, 6))
+    yield sample("aten.diag.default", draw.real(5))
+    yield sample("aten.diag.default", draw.real(5, 4), 1)
+    yield sample("aten.diagflat.default", draw.real(3, 4))
+    yield sample("aten.diag_embed.default", draw.real(5, 4))
+    yield sample("aten.diag_embed.default", draw.real(5, 4), 0, 0, 2)
+    yield sample("aten.trace.default", draw.real(5, 4))
+    yield sample("aten.unfold.default", draw.real(5, 7, 4), 1, 3, 2)
+
+
+def _samples_of_joins(draw: Draw) -> Iterator[Sample]:
+    for name in ("cat", "concat", "concatenate"):
+        yield sample(f"aten.{name}.default", [draw.real(5, 4), draw.real(5, 4)], -1)
+    yield sample("aten.cat.default", [draw.real(5, 4), draw.real(5, 6)], 1)
+    yield sample("aten.cat.default", [draw.real(4, 5), draw.real(4, 5), draw.real(4, 5)])
+    yield sample("aten.cat.default", [draw.truths(0), draw.real(5, 4)], 1)  # an empty cache
+    yield sample("aten.cat.default", [draw.real(5, 4)], 1)
+    yield sample("aten.stack.default", [draw.real(5, 4), draw.real(5, 4)], -1)
+    yield sample("aten.stack.default", [draw.real(5, 4), draw.real(5, 4), draw.real(5, 4)])
+    yield sample("aten.hstack.default", [draw.real(5, 4), draw.real(5, 4)])
+    yield sample("aten.hstack.default", [draw.real(4), draw.real(4)])
+    for name in ("vstack", "row_stack"):
+        yield sample(f"aten.{name}.default", [draw.real(4), draw.real(4)])
+        yield sample(f"aten.{name}.default", [draw.real(5, 4), draw.real(5, 4)])
+        yield sample(f"aten.{name}.default", [draw.real(4), draw.real(5, 4)])
+    yield sample("aten.dstack.default", [draw.real(5, 4), draw.real(5, 4)])
+    yield sample("aten.column_stack.default", [draw.real(5), draw.real(5, 4)])
+    yield sample("aten.block_diag.default", [draw.real(5, 4), draw.real(2, 3)])
+    yield sample("aten.select_scatter.default", draw.real(5, 4, 6), draw.real(5, 6), 1, 2)
+    yield sample("aten.slice_scatter.default", draw.real(5, 6), draw.real(5, 3), 1, 1, 4)
+    yield sample("aten.diagonal_scatter.default", draw.real(5, 4, 6), draw.real(6, 4), 0, 0, 1)
+
+
+def _samples_of_mirrored(draw: Draw) -> Iterator[Sample]:
+    for name in ("fliplr", "flipud"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4, 6))
+    yield sample("aten.flip.default", draw.real(5, 4, 6), [0, -1])
+    yield sample("aten.roll.default", draw.real(5, 4), [2], [1])
+    yield sample("aten.roll.default", draw.real(5, 4), [2])
+    yield sample("aten.rot90.default", draw.real(5, 4, 6), 1, [0, 1])
+    yield sample("aten.rot90.default", draw.real(5, 4, 6), 2, [0, 2])
+
+
+def _samples_of_lengths(draw: Draw) -> Iterator[Sample]:
+    yield sample("aten.pad.default", draw.real(5, 4, 6), [1, 2])
+    yield sample("aten.pad.default", draw.real(5, 4, 6), [0, 0, 1, 0], "constant", 2.0)
+    yield sample("aten.pad.default", draw.real(5, 4, 6), [1, 2], "reflect")
+    yield sample("aten.constant_pad_nd.default", draw.real(5, 4), [1, 1])
+    yield sample("aten.constant_pad_nd.default", draw.real(5, 4), [0, -1], 1.0)
+    for name in ("reflection_pad", "replication_pad"):
+        for rank in (1, 2, 3):
+            yield sample(f"aten.{name}{rank}d.default", draw.real(3, 2, *(4, 5, 6)[:rank]), [1] * 2 * rank)
+    yield sample("aten.repeat.default", draw.real(5, 4), [3, 1, 2])
+    yield sample("aten.tile.default", draw.real(5, 4, 3), [2, 1])
+    yield sample("aten.repeat_interleave.self_int", draw.real(5, 4), 3, 1)
+    yield sample("aten.repeat_interleave.self_int", draw.real(5, 4), 3)
+    yield sample("aten.repeat_interleave.self_int", draw.real(5, 4), 3, 1, output_size=12)
+
+
+def _samples_of_fourier(draw: Draw) -> Iterator[Sample]:
+    for name in ("fft", "ifft", "hfft", "irfft"):
+        yield sample(f"aten.fft_{name}.default", draw.complex(5, 4))
+    for name in ("rfft", "ihfft"):
+        yield sample(f"aten.fft_{name}.default", draw.real(5, 4), None, 0)
+    for name in ("fft2", "ifft2", "irfft2", "hfft2"):
+        yield sample(f"aten.fft_{name}.default", draw.complex(3, 5, 4))
+    for name in ("rfft2", "ihfft2"):
+        yield sample(f"aten.fft_{name}.default", draw.real(3, 5, 4))
+    for name in ("fftn", "ifftn", "irfftn", "hfftn"):
+        yield sample(f"aten.fft_{name}.default", draw.complex(3, 5, 4), None, [0, 2])
+        yield sample(f"aten.fft_{name}.default", draw.complex(3, 5, 4), [6])
+    for name in ("rfftn", "ihfftn"):
+        yield sample(f"aten.fft_{name}.default", draw.real(3, 4))
+    for name in ("fftshift", "ifftshift"):
+        yield sample(f"aten.fft_{name}.default", draw.real(5, 4), [1])
+        yield sample(f"aten.fft_{name}.default", draw.real(5, 4))
+    window = draw.positive(4)
+    yield sample("aten.stft.default", draw.real(5, 12), 4, 2, 4, window, False, True, True)
+    yield sample("aten.stft.center", draw.real(12), 4, 2, return_complex=True)
+    yield sample("aten.istft.default", draw.complex(5, 3, 6), 4, 2, 4, draw.positive(4))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from lopsided.ir.placement import I
+from lopsided.ir.placement import I, P, Placement, R
 from lopsided.ops.op import (
     Ask,
     Call,
@@ -27,6 +27,7 @@ from lopsided.ops.op import (
     number,
     spec,
 )
+from lopsided.ops.sample import Draw, Sample, sample
 
 # Lines
 
@@ -184,13 +185,13 @@ def _peak(x: Tensor, dims: list[int]) -> Talking:
     return (yield Ask(largest, largest=True))
 
 
-def shifted(x: Tensor, dims: list[int], to: str = "R") -> Talking:
+def shifted(x: Tensor, dims: list[int], to: Placement = R) -> Talking:
     """x less its largest along whole dims, the sum of exponentials over them as `to`, and the shift."""
     peak = yield from _peak(x, dims)
     # A row of -inf alone has the answer NaN, as softmax has; a shift of zero keeps it.
     peak = torch.where(peak.isfinite(), peak, torch.zeros_like(peak))
     less = x - peak
-    total = yield Ask(less.exp().sum(dims, keepdim=True), "P", to)
+    total = yield Ask(less.exp().sum(dims, keepdim=True), P, to)
     return less, total, peak
 
 
@@ -211,7 +212,7 @@ def log_softmax_cut(local: Local) -> Talking:
 
 
 def logsumexp_cut(local: Local) -> Talking:
-    _, total, peak = yield from shifted(_operand(local), dims_of(local.call), "I")
+    _, total, peak = yield from shifted(_operand(local), dims_of(local.call), I)
     return local.as_result(total.log() + peak).reshape(local.shapes[0])
 
 
@@ -221,9 +222,9 @@ def extreme_cut(local: Local) -> Talking:
     sign = -1 if "min" in local.call.node.op else 1
     peak = sign * (yield from _peak(sign * x, dims))
     here = x == peak
-    count = yield Ask(here.sum(dims, keepdim=True).to(x.dtype), "P", "R")
+    count = yield Ask(here.sum(dims, keepdim=True).to(x.dtype), P, R)
     part = (torch.where(here, x, torch.zeros_like(x)) / count).sum(dims, keepdim=True)
-    value = yield Ask(part, "P", "I")
+    value = yield Ask(part, P, I)
     # Dividing and adding up again may round: the value itself is known exactly.
     exact = torch.where(value == peak, value, value + (peak - value).detach())
     return local.as_result(exact).reshape(local.shapes[0])
@@ -231,7 +232,7 @@ def extreme_cut(local: Local) -> Talking:
 
 def vector_norm_cut(local: Local) -> Talking:
     x, dims, order = _operand(local), dims_of(local.call), _order(local.call)
-    total = yield Ask(x.abs().pow(order).sum(dims, keepdim=True), "P", "I")
+    total = yield Ask(x.abs().pow(order).sum(dims, keepdim=True), P, I)
     nonzero = total > 0
     # The gradient at zero is zero.
     root = torch.where(nonzero, total, torch.ones_like(total)).pow(1 / order)
@@ -250,14 +251,14 @@ def variance_cut(local: Local) -> Talking:
     unbiased, correction = call.arg("unbiased"), call.arg("correction")
     freedom = count - (float(unbiased) if unbiased is not None else 1 if correction is None else number(correction))
     total = x.sum(dims, keepdim=True)
-    mean = (yield Ask(total, "P", "R")) / count
-    spread = (yield Ask((x - mean).square().sum(dims, keepdim=True), "P", "I")) / freedom
+    mean = (yield Ask(total, P, R)) / count
+    spread = (yield Ask((x - mean).square().sum(dims, keepdim=True), P, I)) / freedom
     if "std" in call.node.op:
         spread = spread.sqrt()
     spread = local.as_result(spread).reshape(local.shapes[0])
     if len(local.shapes) == 1:
         return spread
-    mean = (yield Ask(total, "P", "I")) / count
+    mean = (yield Ask(total, P, I)) / count
     return spread, local.as_result(mean, 1).reshape(local.shapes[1])
 
 
@@ -266,7 +267,7 @@ def cumulative_sum_cut(local: Local) -> Talking:
     x, dim = _operand(local), dim_of(local.call)
     total = x.sum(dim, keepdim=True)
     mine = [total if d == local.device else torch.zeros_like(total) for d in range(len(local.pieces))]
-    totals = yield Ask(torch.stack(mine), "P", "R")
+    totals = yield Ask(torch.stack(mine), P, R)
     return local.as_result(x.cumsum(dim) + totals[: local.device].sum(0))
 
 
@@ -355,3 +356,138 @@ REDUCE: dict[str, Op] = {
     "aten.cov": Op(all_whole),
     "aten.corrcoef": Op(all_whole),
 }
+
+
+# Samples
+
+
+def samples(draw: Draw) -> Iterator[Sample]:
+    yield from _samples_of_sums(draw)
+    yield from _samples_of_extremes(draw)
+    yield from _samples_of_moments_and_norms(draw)
+    yield from _samples_of_softmaxes(draw)
+    yield from _samples_of_along(draw)
+    yield from _samples_of_distances(draw)
+
+
+def _samples_of_sums(draw: Draw) -> Iterator[Sample]:
+    yield sample("aten.sum.default", draw.real(5, 4))
+    yield sample("aten.sum.default", draw.truths(5, 4))
+    yield sample("aten.sum.dim_IntList", draw.real(5, 4, 6), [0, -1], True)
+    yield sample("aten.sum.dim_IntList", draw.real(5, 4), None)
+    yield sample("aten.sum.dim_IntList", draw.real(5, 4), [1])
+    yield sample("aten.sum.default", draw.real())
+    yield sample("aten.nansum.default", draw.with_nans(5, 4), [0])
+    yield sample("aten.nansum.default", draw.with_nans(5, 4))
+    yield sample("aten.mean.default", draw.real(5, 4))
+    yield sample("aten.mean.dim", draw.real(5, 4, 6), [1], True)
+    yield sample("aten.mean.dim", draw.real(5, 4, 6), [0, 2])
+    yield sample("aten.mean.dim", draw.below(9, 5, 4), [0], dtype=torch.float64)
+    yield sample("aten.nanmean.default", draw.with_nans(5, 4), [0])
+    yield sample("aten.prod.default", draw.real(5, 4))
+    yield sample("aten.prod.dim_int", draw.real(5, 4), 1, True)
+    yield sample("aten.count_nonzero.default", draw.below(3, 5, 4))
+    yield sample("aten.count_nonzero.dim_IntList", draw.below(3, 5, 4), [0])
+    yield sample("aten.histc.default", draw.constant(5, 4), 7, -1, 1)
+    yield sample("aten.histc.default", draw.constant(5, 4), 7)
+
+
+def _samples_of_extremes(draw: Draw) -> Iterator[Sample]:
+    for name in ("amax", "amin"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4), [1], True)
+        yield sample(f"aten.{name}.default", draw.real(5, 4))
+        yield sample(f"aten.{name}.default", draw.below(3, 5, 4).double().requires_grad_(), [0])
+    for name in ("max", "min"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4))
+        yield sample(f"aten.{name}.dim", draw.real(5, 4), 1)
+        yield sample(f"aten.{name}.other", draw.real(5, 4), draw.real(4))
+    for name in ("argmax", "argmin"):
+        yield sample(f"aten.{name}.default", draw.constant(5, 4), 0, True)
+        yield sample(f"aten.{name}.default", draw.constant(5, 4))
+    for name in ("any", "all"):
+        truths = draw.truths(5, 4) if name == "all" else draw.truths(5, 4) & draw.truths(5, 4)
+        yield sample(f"aten.{name}.default", truths)
+        yield sample(f"aten.{name}.dim", truths, 1)
+        yield sample(f"aten.{name}.dims", truths, [0], True)
+    yield sample("aten.aminmax.default", draw.real(5, 4), dim=1)
+    yield sample("aten.aminmax.default", draw.real(5, 4))
+
+
+def _samples_of_moments_and_norms(draw: Draw) -> Iterator[Sample]:
+    for name in ("var", "std", "var_mean", "std_mean"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4), False)
+        yield sample(f"aten.{name}.dim", draw.real(5, 4), [1])
+        yield sample(f"aten.{name}.correction", draw.real(5, 4, 6), [0, 2], correction=0, keepdim=True)
+    yield sample("aten.norm.Scalar", draw.real(5, 4), 2)
+    yield sample("aten.norm.ScalarOpt_dim", draw.real(5, 4), 1, [1], True)
+    yield sample("aten.norm.ScalarOpt_dtype", draw.real(5, 4), 2, dtype=torch.float64)
+    yield sample("aten.norm.ScalarOpt_dim_dtype", draw.real(5, 4), 2, [0], False, dtype=torch.float64)
+    for order in (2, 1, 3, math.inf, 0):
+        yield sample("aten.linalg_vector_norm.default", draw.real(5, 4), order, [-1], True)
+    yield sample("aten.linalg_vector_norm.default", draw.real(5, 4))
+    yield sample("aten.linalg_norm.default", draw.real(5, 4), None, [1])
+    yield sample("aten.linalg_norm.default", draw.real(5, 4))
+    yield sample("aten.linalg_norm.ord_str", draw.real(3, 5, 4), "nuc", [1, 2])
+    yield sample("aten.linalg_matrix_norm.default", draw.real(3, 5, 4), 2)
+    yield sample("aten.linalg_matrix_norm.str_ord", draw.real(3, 5, 4), keepdim=True)
+    yield sample("aten.frobenius_norm.dim", draw.real(3, 5, 4), [0, 1])
+    yield sample("aten.nuclear_norm.default", draw.real(5, 4))
+    yield sample("aten.nuclear_norm.dim", draw.real(3, 5, 4), [1, 2])
+    yield sample("aten.renorm.default", draw.real(5, 4, 6), 2, 1, 0.5)
+    yield sample("aten.trapezoid.dx", draw.real(5, 4), dx=0.5)
+    yield sample("aten.trapezoid.x", draw.real(5, 4), draw.real(5, 4), dim=0)
+    yield sample("aten.cumulative_trapezoid.dx", draw.real(5, 4), dim=0)
+    yield sample("aten.cumulative_trapezoid.x", draw.real(5, 4), draw.real(4))
+
+
+def _samples_of_softmaxes(draw: Draw) -> Iterator[Sample]:
+    for name in ("softmax", "log_softmax"):
+        yield sample(f"aten.{name}.int", draw.real(5, 4), -1)
+        yield sample(f"aten.{name}.int", draw.real(5, 4, 6), 1, torch.float64)
+        yield sample(f"aten._{name}.default", draw.real(5, 4), 0, False)
+        yield sample(f"aten.special_{name}.default", draw.real(5, 4), 0)
+    yield sample("aten._safe_softmax.default", draw.real(5, 4), 1)
+    scores = draw.constant(5, 4)
+    scores[1, :2], scores[3] = -math.inf, -math.inf
+    yield sample("aten._safe_softmax.default", scores, 1)
+    yield sample("aten.softmax.int", draw.real(5, 4).detach().masked_fill(draw.truths(5, 4), -math.inf), 0)
+    for name in ("logsumexp", "special_logsumexp"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4), [1])
+        yield sample(f"aten.{name}.default", draw.real(5, 4, 6), [0, 2], True)
+
+
+def _samples_of_along(draw: Draw) -> Iterator[Sample]:
+    for name in ("cumprod", "logcumsumexp", "cumsum", "cummax", "cummin"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4), 1)
+    yield sample("aten.cumsum.default", draw.truths(5, 4), 0)
+    for name in ("sort", "argsort"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4))
+        yield sample(f"aten.{name}.stable", draw.real(5, 4), stable=True, dim=0, descending=True)
+    yield sample("aten.msort.default", draw.real(5, 4))
+    yield sample("aten.topk.default", draw.real(5, 7), 3)
+    yield sample("aten.topk.default", draw.real(7, 5), 2, 0)
+    yield sample("aten.kthvalue.default", draw.real(5, 4), 2, 0)
+    for name in ("median", "nanmedian"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4))
+        yield sample(f"aten.{name}.dim", draw.real(5, 4), 1, True)
+    yield sample("aten.mode.default", draw.below(3, 5, 4))
+    for name in ("quantile", "nanquantile"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4), torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64), 1)
+        yield sample(f"aten.{name}.scalar", draw.real(5, 4), 0.3, 0, True)
+        yield sample(f"aten.{name}.scalar", draw.real(5, 4), 0.3)
+    yield sample("aten.diff.default", draw.real(5, 4))
+    yield sample("aten.diff.default", draw.real(5, 4), 2, 0)
+    yield sample("aten.diff.default", draw.real(5, 4), 1, 1, draw.real(5, 1))
+
+
+def _samples_of_distances(draw: Draw) -> Iterator[Sample]:
+    yield sample("aten.cosine_similarity.default", draw.real(5, 4), draw.real(5, 4))
+    yield sample("aten.cosine_similarity.default", draw.real(5, 1, 4), draw.real(6, 4), -1)
+    yield sample("aten.pairwise_distance.default", draw.real(5, 4), draw.real(5, 4))
+    yield sample("aten.pairwise_distance.default", draw.real(5, 4), draw.real(4), keepdim=True)
+    yield sample("aten.cdist.default", draw.real(3, 5, 4), draw.real(3, 6, 4))
+    yield sample("aten.cdist.default", draw.real(5, 4), draw.real(6, 4), 1.0)
+    yield sample("aten.pdist.default", draw.real(5, 4))
+    yield sample("aten.dist.default", draw.real(5, 4), draw.real(4))
+    yield sample("aten.cov.default", draw.real(5, 4))
+    yield sample("aten.corrcoef.default", draw.real(5, 4))

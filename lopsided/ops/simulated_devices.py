@@ -10,19 +10,21 @@ A conversion and its transpose are one table. Going backward, the cotangent of `
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lopsided.errors import ProgramError, RuleError
+from lopsided.errors import RuleError
 from lopsided.ir.notation import Rule
-from lopsided.ir.op_call import aten_overload, surroundings
+from lopsided.ir.op_call import surroundings
 from lopsided.ir.placement import AnyShares, I, P, Placement, R, join_pieces, pieces_of, place_in_zeros, take_piece
-from lopsided.ops import describe
-from lopsided.ops.op import Ask, Call, Implementation, Local
+from lopsided.ops.factors import ByFactors
+from lopsided.ops.local_kernel import LocalKernel
+from lopsided.ops.op import Ask, Call, Local, Talking
 
 Parts = list[Tensor]  # what each device holds of one value
 
@@ -105,13 +107,27 @@ class SeededRandomness:
     seed: int
     shares: AnyShares
 
-    def of_node(self, name: str, device: int = 0) -> int:
+    @property
+    def by_position(self) -> bool:
+        return True
+
+    @contextmanager
+    def drawing(self, node: str, rank: int | None) -> Iterator[None]:
+        seed, device = self._of_node(node, rank or 0), torch.get_default_device()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            # Not by `torch.manual_seed`, which takes a millisecond where a GPU might yet be used.
+            torch.default_generator.manual_seed(seed)
+            if device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            yield
+
+    def _of_node(self, name: str, device: int = 0) -> int:
         digest = hashlib.sha256(f"{self.seed} {name} {device}".encode()).digest()
         return int.from_bytes(digest[:7], "big")
 
     def uniform(self, local: Local, shape: Sequence[int], placement: Placement, *, normal: bool = False) -> Tensor:
         # Drawn on the CPU, so that a GPU sees what a CPU saw.
-        generator = torch.Generator("cpu").manual_seed(self.of_node(local.call.node.name))
+        generator = torch.Generator("cpu").manual_seed(self._of_node(local.call.node.name))
         draw = torch.randn if normal else torch.rand
         whole = draw(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
         if placement.is_shard:
@@ -123,106 +139,38 @@ def run_rule(
     call: Call, rule: Rule, operands: Sequence[Parts], shares: AnyShares, random: SeededRandomness
 ) -> list[Parts]:
     """Run one op by one rule on every device; `operands` are placed as the rule needs, the results as it gives."""
-    if rule.how == "sfb":
-        return _with_gathered_factors(call, rule, operands, shares, random)
-    return _run(call, rule, operands, shares, random)
-
-
-def _run(call: Call, rule: Rule, operands: Sequence[Parts], shares: AnyShares, random: SeededRandomness) -> list[Parts]:
-    locals_ = [_local(call, rule, [parts[d] for parts in operands], d, shares, random) for d in range(len(shares))]
-    implementation, talks = implementation_of(call, rule)
+    held = list(zip(*operands, strict=True)) if operands else [()] * len(shares)
+    where = held[0][0].device if operands else torch.get_default_device()
+    by_factors = ByFactors(call, rule, range(len(rule.needs)), random, where) if rule.how == "sfb" else None
+    if by_factors is not None:
+        held, rule = [tuple(by_factors.held(tensors)) for tensors in held], by_factors.plain
+    kernels = [LocalKernel(call, rule, shares, d, random, where) for d in range(len(shares))]
     with surroundings(call.node.context):
-        if talks:
-            made = _in_step([implementation(local) for local in locals_], shares)
+        if kernels[0].talks:
+            made = _in_step([kernel.talk(tensors) for kernel, tensors in zip(kernels, held, strict=True)], shares)
         else:
-            made = [
-                _nothing(local) if is_nothing(local) else _seeded(implementation, local, random) for local in locals_
-            ]
-    results = [list(out) if isinstance(out, tuple | list) else [out] for out in made]
-    for local, out in zip(locals_, results, strict=True):
-        _check_shapes(local, out)
-    return [[out[k] for out in results] for k in range(len(call.node.results))]
+            made = [kernel.run(tensors) for kernel, tensors in zip(kernels, held, strict=True)]
+    for kernel, out in zip(kernels, made, strict=True):
+        _check_shapes(kernel, out)
+    results = [[out[k] for out in made] for k in range(len(call.node.results))]
+    return results if by_factors is None else _attached(by_factors, results, operands, shares)
 
 
-def _local(
-    call: Call,
-    rule: Rule,
-    tensors: list[Tensor],
-    device: int,
-    shares: AnyShares,
-    random: SeededRandomness,
-) -> Local:
-    pieces = rule_pieces(call, rule, shares)
-    shapes = tuple(
-        give.local_shape(value.shape, pieces, device) for give, value in zip(rule.gives, call.node.results, strict=True)
-    )
-    return Local(call, rule, tuple(tensors), shapes, device, pieces, random)
-
-
-def rule_pieces(call: Call, rule: Rule, shares: AnyShares) -> tuple[int, ...]:
-    """The pieces of the index this rule cuts: one index, so one length, whichever tensor tells it."""
-    placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
-    found = {(p.length(value.shape), p.by): (p, value.shape) for p, value in placed if p.is_shard}
-    if len(found) > 1:
-        texts = [f"{length} by {by}" if by else str(length) for length, by in sorted(found)]
-        raise ProgramError(
-            f"{call.node.op} by {rule} cuts lengths {', '.join(texts)} as one", do="cut one index at a time"
-        )
-    return next((pieces_of(p, shape, shares) for p, shape in found.values()), ())
-
-
-def implementation_of(call: Call, rule: Rule) -> tuple[Implementation, bool]:
-    """The function that computes a piece, and whether it may talk to the other devices."""
-    entry = describe(call.node.op)
-    if rule.how not in ("plain", "sfb"):
-        talk = next((t for t in (entry.talks(call) if entry and entry.talks else ()) if t.how == rule.how), None)
-        if talk is None:
-            raise ProgramError(f"{call.node.op} has no implementation {rule.how!r}", do="derive the rules anew")
-        return talk.implementation, True
-    return (entry.local if entry is not None and entry.local is not None else Local.run), False
-
-
-def is_nothing(local: Local) -> bool:
-    return bool(local.shapes) and all(0 in shape for shape in local.shapes)
-
-
-def _nothing(local: Local) -> list[Tensor]:
-    """Results without elements need no kernel, and some kernels refuse to make them."""
-    where = local.tensors[0].device if local.tensors else torch.get_default_device()
-    return [
-        torch.zeros(shape, dtype=value.torch_dtype, device=where)
-        for shape, value in zip(local.shapes, local.call.node.results, strict=True)
-    ]
-
-
-def _seeded(implementation: Implementation, local: Local, random: SeededRandomness) -> Any:
-    overload = aten_overload(local.call.node.op)
-    if overload is None or torch.Tag.nondeterministic_seeded not in overload.tags:
-        return implementation(local)
-    # Whole values draw alike on every device, pieces each their own.
-    device = local.device if local.pieces else 0
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(random.of_node(local.call.node.name, device))
-        return implementation(local)
-
-
-def _check_shapes(local: Local, out: Sequence[Any]) -> None:
+def _check_shapes(kernel: LocalKernel, out: Sequence[Tensor]) -> None:
     made = tuple(tuple(t.shape) for t in out)
-    if made != local.shapes:
+    if made != kernel.shapes:
         raise RuleError(
-            f"{local.call.node.op} by {local.rule} gives {list(made)} on device {local.device}, "
-            f"not {list(local.shapes)}",
-            where=str(local.call.node.source),
+            f"{kernel.call.node.op} by {kernel.rule} gives {list(made)} on device {kernel.rank}, "
+            f"not {list(kernel.shapes)}",
+            where=str(kernel.call.node.source),
             do="correct its line or its local implementation in lopsided/ops",
         )
 
 
-def _in_step(talking: list[Any], shares: AnyShares) -> list[Any]:
+def _in_step(talking: Sequence[Talking], shares: AnyShares) -> list[Any]:
     """Drive one generator per device: all ask the same question, all get their part of the answer."""
     results: list[Any] = [None] * len(talking)
-    if not isinstance(talking[0], Generator):
-        return talking
-    answers: Sequence[Tensor | None] = [None] * len(talking)
+    answers: Sequence[Any] = [None] * len(talking)
     while True:
         asks: list[Ask] = []
         for d, generator in enumerate(talking):
@@ -236,66 +184,40 @@ def _in_step(talking: list[Any], shares: AnyShares) -> list[Any]:
 
 
 def _answer(asks: list[Ask], shares: AnyShares) -> Parts:
-    parts = [ask.tensor for ask in asks]
-    if asks[0].largest:
+    parts, first = [ask.tensor for ask in asks], asks[0]
+    if first.largest:
         peak = torch.stack(parts).amax(0)
         return [peak for _ in parts]
-    return convert(parts, Placement(asks[0].source), Placement(asks[0].to), parts[0].shape, shares)
+    shape = tuple(first.tensor.shape) if first.shape is None else first.shape
+    return convert(parts, first.source, first.to, shape, shares)
 
 
-# Sufficient factor broadcasting
-
-
-def _with_gathered_factors(
-    call: Call, rule: Rule, operands: Sequence[Parts], shares: AnyShares, random: SeededRandomness
-) -> list[Parts]:
-    """Forward as ever; backward, the `I` operands' gradient from gathered factors, whole on every device."""
-    plain = replace(rule, how="plain")
-    held = [
-        [part.detach() for part in parts] if need == I else parts
-        for need, parts in zip(rule.needs, operands, strict=True)
-    ]
-    results = _run(call, plain, held, shares, random)
+def _attached(by_factors: ByFactors, results: list[Parts], operands: Sequence[Parts], shares: AnyShares) -> list[Parts]:
+    """The results, with the gradient of the `I` operands from gathered factors."""
     flat = [part for parts in (*results, *operands) for part in parts]
-    attached = _GatheredFactors.apply(call, rule, shares, random, len(results), *flat)  # type: ignore[no-untyped-call]
+    attached = _GatheredFactors.apply(by_factors, shares, len(results), *flat)  # type: ignore[no-untyped-call]
     devices = len(shares)
     return [list(attached[k * devices : (k + 1) * devices]) for k in range(len(results))]
 
 
 class _GatheredFactors(torch.autograd.Function):
+    """The results as they are; going backward, all devices' factors are gathered in step."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        rule: Rule,
-        shares: AnyShares,
-        random: SeededRandomness,
-        results: int,
-        *flat: Tensor,
-    ) -> Any:
-        ctx.about = (call, rule, shares, random, results)
+    def forward(ctx: Any, by_factors: ByFactors, shares: AnyShares, results: int, *flat: Tensor) -> Any:
+        ctx.about = (by_factors, shares)
         ctx.save_for_backward(*flat[results * len(shares) :])
         return tuple(part.clone() for part in flat[: results * len(shares)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        call, rule, shares, random, _results = ctx.about
+        by_factors, shares = ctx.about
         devices = len(shares)
-        saved = [ctx.saved_tensors[k * devices : (k + 1) * devices] for k in range(len(rule.needs))]
-        whole = [
-            (join_pieces(parts, need) if need.is_shard else parts[0]).detach()
-            for need, parts in zip(rule.needs, saved, strict=True)
+        saved = [tensor.detach() for tensor in ctx.saved_tensors]
+        talking = [
+            by_factors.gradients({k: saved[k * devices + d] for k in by_factors.beside}, gradients[d::devices])
+            for d in range(devices)
         ]
-        dy = [join_pieces(gradients[k * devices : (k + 1) * devices], give) for k, give in enumerate(rule.gives)]
-        wanted = [k for k, need in enumerate(rule.needs) if need == I and call.operands[k].grad]
-        for k in wanted:
-            whole[k].requires_grad_()
-        one_device = Rule((I,) * len(rule.needs), (I,) * len(rule.gives))
-        with torch.enable_grad():
-            made = _run(call, one_device, [[t] for t in whole], (1.0,), random)
-            grads = torch.autograd.grad([parts[0] for parts in made], [whole[k] for k in wanted], dy, allow_unused=True)
-        back: list[Tensor | None] = []
-        for k in range(len(rule.needs)):
-            gradient = grads[wanted.index(k)] if k in wanted else None
-            back += [gradient] * devices
-        return (None, None, None, None, None, *gradients, *back)
+        found = _in_step(talking, shares)
+        back = [of_device[k] for k in range(len(by_factors.call.operands)) for of_device in found]
+        return (None, None, None, *gradients, *back)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from lopsided.ir.graph import Ref
 from lopsided.ir.op_call import resolve_op
 from lopsided.ops.op import Call, Local, Op, Written, entries, letters, spec, whole
+from lopsided.ops.sample import Draw, Sample, sample
 
 # Reshapes
 
@@ -190,3 +193,84 @@ VIEWS: dict[str, Op] = {
     "aten.pixel_unshuffle": Op(pixel_unshuffle),
     "aten.channel_shuffle": Op(channel_shuffle),
 }
+
+
+# Samples
+
+
+def samples(draw: Draw) -> Iterator[Sample]:
+    yield from _samples_of_reshapes(draw)
+    yield from _samples_of_orders(draw)
+    yield from _samples_of_channels_and_fills(draw)
+
+
+def _samples_of_reshapes(draw: Draw) -> Iterator[Sample]:
+    for before, after in (
+        ((5, 24), (5, 4, 6)),
+        ((5, 4, 6), (20, 6)),
+        ((4, 6, 7), (24, 7)),
+        ((12, 7), (4, 21)),
+        ((4, 15), (12, 5)),
+        ((4, 6), (6, 4)),
+        ((2, 3, 5, 7), (6, 7, 5)),
+        ((5, 1, 4), (5, 4)),
+        ((5, 4), (1, 5, 1, 4)),
+        ((20,), (5, -1)),
+        ((), (1, 1)),
+        ((1, 4), (4,)),
+    ):
+        yield sample("aten.view.default", draw.real(*before), list(after))
+    for name in ("reshape", "_unsafe_view"):
+        yield sample(f"aten.{name}.default", draw.real(5, 24), [5, 4, 6])
+    yield sample("aten._reshape_alias.default", draw.real(5, 24), [5, 4, 6], [24, 6, 1])
+    yield sample("aten.flatten.using_ints", draw.real(5, 4, 6), 1, -1)
+    yield sample("aten.unflatten.int", draw.real(5, 24), -1, [4, -1])
+    yield sample("aten.squeeze.default", draw.real(5, 1, 4, 1))
+    yield sample("aten.squeeze.dim", draw.real(5, 1, 4), 1)
+    yield sample("aten.squeeze.dim", draw.real(5, 4), 1)
+    yield sample("aten.squeeze.dims", draw.real(5, 1, 4, 1), [1, 3])
+    yield sample("aten.unsqueeze.default", draw.real(5, 4), 1)
+    yield sample("aten.ravel.default", draw.real(5, 4))
+    for name in ("atleast_1d", "atleast_2d", "atleast_3d"):
+        yield sample(f"aten.{name}.default", draw.real(5))
+        yield sample(f"aten.{name}.default", draw.real())
+    yield sample("aten.expand.default", draw.real(4, 1), [5, 4, 6])
+    yield sample("aten.expand.default", draw.real(1, 5), [-1, -1])
+    yield sample("aten.broadcast_to.default", draw.real(5, 1), [5, 4])
+    yield sample("aten.broadcast_tensors.default", [draw.real(5, 1), draw.real(4)])
+    yield sample("aten.expand_as.default", draw.real(5, 1), draw.constant(5, 4))
+    yield sample("aten.view_as.default", draw.real(5, 24), draw.constant(5, 4, 6))
+    yield sample("aten.reshape_as.default", draw.real(5, 4, 6), draw.constant(20, 6))
+    yield sample("aten.sum_to_size.default", draw.real(5, 4, 6), [4, 1])
+    yield sample("aten.meshgrid.default", [draw.real(5), draw.real(4)])
+    yield sample("aten.meshgrid.indexing", [draw.real(5), draw.real(4), draw.real(3)], indexing="xy")
+    yield sample("aten.cartesian_prod.default", [draw.real(5), draw.real(4)])
+    yield sample("aten.view_as_complex.default", draw.real(5, 4, 2))
+    yield sample("aten.view_as_real.default", draw.complex(5, 4))
+
+
+def _samples_of_orders(draw: Draw) -> Iterator[Sample]:
+    yield sample("aten.permute.default", draw.real(5, 4, 6), [2, 0, 1])
+    yield sample("aten.permute.default", draw.real(2, 1, 3, 1, 1, 4, 1, 1, 1, 5), [9, 1, 2, 3, 4, 5, 6, 8, 7, 0])
+    yield sample("aten.transpose.int", draw.real(5, 4, 6), -1, 0)
+    yield sample("aten.t.default", draw.real(5, 4))
+    yield sample("aten.t.default", draw.real(5))
+    yield sample("aten.numpy_T.default", draw.real(5, 4))
+    for name in ("mT", "mH", "adjoint"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4, 6))
+    yield sample("aten.matrix_H.default", draw.complex(5, 4))
+    for name in ("movedim", "moveaxis"):
+        yield sample(f"aten.{name}.int", draw.real(5, 4, 6), 0, -1)
+        yield sample(f"aten.{name}.intlist", draw.real(5, 4, 6), [0, 1], [1, 2])
+    for name in ("swapaxes", "swapdims"):
+        yield sample(f"aten.{name}.default", draw.real(5, 4, 6), 0, 2)
+
+
+def _samples_of_channels_and_fills(draw: Draw) -> Iterator[Sample]:
+    yield sample("aten.pixel_shuffle.default", draw.real(5, 12, 4, 3), 2)
+    yield sample("aten.pixel_unshuffle.default", draw.real(5, 3, 4, 6), 2)
+    yield sample("aten.channel_shuffle.default", draw.real(5, 12, 3, 2), 3)
+    for name in ("new_zeros", "new_ones", "new_empty"):
+        yield sample(f"aten.{name}.default", draw.constant(5, 4, 6), [5, 4])
+    yield sample("aten.new_full.default", draw.constant(5, 4), [5, 7], 2.0)
+    yield sample("aten.new_zeros.default", draw.constant(), [5])

@@ -36,7 +36,7 @@ from lopsided.errors import NotationError, ProgramError
 from lopsided.ir.graph import DTYPES, Arg, Atom, Node, Ref, Value, print_arg
 from lopsided.ir.notation import Algebra, Bound, Nonlinear, Operand, Product, Rule, Sum
 from lopsided.ir.op_call import aten_overload, surroundings
-from lopsided.ir.placement import Placement
+from lopsided.ir.placement import I, P, Placement, R
 from lopsided.ops import FAMILIES, describe
 from lopsided.ops.derive import describe_call
 from lopsided.ops.op import Call, Local, Talk
@@ -499,8 +499,8 @@ def _driven(call: Call, rule: Rule, talk: Talk, device: torch.device) -> Iterato
             return
         answer = ask.tensor
         size = ask.tensor.numel() * ask.tensor.element_size()
-        if ask.largest or (ask.source == "P" and ask.to in ("I", "R")):
+        if ask.largest or (ask.source == P and ask.to.is_whole):
             yield Exchanged("all_reduce", size, False)
         # The gradient of what is `R` comes in terms of a sum; that of `I` is whole.
-        if not ask.largest and ask.to == "R" and ask.source in ("P", "I") and ask.tensor.requires_grad:
+        if not ask.largest and ask.to == R and ask.source in (P, I) and ask.tensor.requires_grad:
             yield Exchanged("all_reduce", size, True)

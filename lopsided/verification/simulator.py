@@ -1,4 +1,4 @@
-"""The oracle: any program on N imaginary devices, in one process, with gradients.
+"""Any program on N simulated devices, in one process, with gradients: the executor of a run, over threads.
 
 In: a `Program`, the model and batch it was captured from, shares. Out: `Simulation` — loss, every parameter's gradient
 and every changed buffer, joined from the devices. One device is the special case of a single share.
@@ -6,21 +6,27 @@ and every changed buffer, joined from the devices. One device is the special cas
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lopsided.capturing.capture_graph import flatten_batch
+from lopsided.comm.communicator import Communicator
+from lopsided.comm.in_process import run_ranks
+from lopsided.comm.redistribute import Redistributor
 from lopsided.errors import CaptureError
+from lopsided.executor.executor import Executor
+from lopsided.executor.gradients import Gradients
 from lopsided.ir.graph import Graph, Leaf
-from lopsided.ir.placement import AnyShares, I, Placement, Shares, check_shares, join_pieces
-from lopsided.ir.program import Chain, Program, Step, check_facts
-from lopsided.ops.op import Call
-from lopsided.ops.simulated_devices import Parts, SeededRandomness, convert, move, run_rule
+from lopsided.ir.placement import Placement, Shares, check_shares, join_pieces, pieces_of, take_piece
+from lopsided.ir.program import Program, check_facts
+from lopsided.ops.simulated_devices import SeededRandomness
 from lopsided.ops.trial import relative_error
+from lopsided.schedule.lower import lower
+from lopsided.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,42 +43,87 @@ class Simulation:
 def simulate(
     program: Program, model: nn.Module, batch: object, shares: Sequence[float] | Shares, *, seed: int = 0
 ) -> Simulation:
-    """Run `program` on one imaginary device per share: forward, backward, and join the results.
+    """Run `program` on one simulated device per share: forward, backward, and join the results.
 
     Random ops draw from `seed`: what a device draws for its piece is the piece of what one device would draw. Whether
     the rules of the program are rules of its ops is for `check_program` to say.
     """
-    fractions = shares if isinstance(shares, Shares) else check_shares(shares)
+    fractions = shares if isinstance(shares, Shares) else Shares(check_shares(shares))
     check_facts(program)
     with torch.inference_mode(False), torch.enable_grad():
         sources = tensors_of(program.graph, model, batch)
-        with next((tensor.device for tensor in sources.values()), torch.device("cpu")):
-            return _simulate(program, sources, fractions, seed)
+        device = next((tensor.device for tensor in sources.values()), torch.device("cpu"))
+        # Every call of torch takes longer where a default device is set, if only to what it is anyway.
+        with nullcontext() if device == torch.get_default_device() else device:
+            schedule = lower(program)
+            ranks = run_ranks(
+                len(fractions), device, lambda wire: _run_rank(schedule, sources, fractions, seed, wire, device)
+            )
+    return _joined(program, ranks)
 
 
-def _simulate(program: Program, sources: Mapping[str, Tensor], fractions: AnyShares, seed: int) -> Simulation:
-    devices = _Devices(program.graph, fractions, SeededRandomness(seed, fractions))
-    stored = {}
-    for name, placement in program.leaves:
-        stored[name] = devices.load(name, placement, sources[name])
-    for step in program.steps:
-        devices.run(step)
-    losses = devices.take(program.graph.loss, program.loss)
-    if any(loss.requires_grad for loss in losses):
-        torch.autograd.backward(
-            [loss.reshape(()) for loss in losses], [torch.ones_like(loss.reshape(())) for loss in losses]
-        )
-    gradients, spread = _gradients(program, stored)
-    updated = {
-        buffer: [part.detach() for part in devices.take(name, chain)]
-        for (buffer, name), chain in zip(program.graph.updates, program.updates, strict=True)
-    }
-    spread = max([spread, _spread([loss.detach() for loss in losses]), *map(_spread, updated.values())])
-    buffers = {buffer: parts[0] for buffer, parts in updated.items()}
-    return Simulation(losses[0].detach().reshape(()), gradients, buffers, spread)
+@dataclass(frozen=True, slots=True)
+class _RankRun:
+    """What one device has in the end: the loss, its pieces of the gradients, the new buffers."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
 
 
-def _spread(replicas: Parts) -> float:
+def _run_rank(
+    schedule: Schedule,
+    sources: Mapping[str, Tensor],
+    shares: Shares,
+    seed: int,
+    wire: Communicator,
+    device: torch.device,
+) -> _RankRun:
+    leaves, parameters, program = {}, {}, schedule.program
+    placements = dict(program.leaves)
+    for leaf in program.graph.leaves:
+        name = leaf.value.name
+        # Every device gets memory of its own.
+        piece = _piece(sources[name], placements[name], shares, wire.rank).clone()
+        leaves[name] = piece
+        if leaf.kind == "parameter":
+            leaves[name] = parameters[leaf.target] = nn.Parameter(piece, requires_grad=leaf.value.grad)
+    exchange = Redistributor(wire, shares, wire.network)
+    gradients = Gradients(exchange)
+    executor = Executor(schedule, exchange, gradients, SeededRandomness(seed, shares), parameters, device)
+    loss, buffers, _ = executor.run(leaves)
+    if loss.requires_grad:
+        loss.reshape(()).backward()
+        gradients.finish()
+    trained = {target: parameter for target, parameter in parameters.items() if parameter.requires_grad}
+    found = {target: torch.zeros_like(p) if p.grad is None else p.grad for target, p in trained.items()}
+    return _RankRun(loss.detach().reshape(()), found, buffers)
+
+
+def _piece(whole: Tensor, placement: Placement, shares: Shares, rank: int) -> Tensor:
+    if not placement.is_shard:
+        return whole
+    return take_piece(whole, placement, pieces_of(placement, whole.shape, shares), rank)
+
+
+def _joined(program: Program, ranks: Sequence[_RankRun]) -> Simulation:
+    placements = dict(program.leaves)
+    replicas = [[rank.loss for rank in ranks]]
+    replicas += [[rank.buffers[name] for rank in ranks] for name in ranks[0].buffers]
+    gradients = {}
+    for leaf in program.graph.parameters:
+        if not leaf.value.grad:
+            continue
+        placement, parts = placements[leaf.value.name], [rank.gradients[leaf.target] for rank in ranks]
+        if placement.is_shard:
+            gradients[leaf.target] = join_pieces(parts, placement)
+        else:
+            gradients[leaf.target] = parts[0]
+            replicas.append(parts)
+    return Simulation(ranks[0].loss, gradients, ranks[0].buffers, max(map(_spread, replicas)))
+
+
+def _spread(replicas: Sequence[Tensor]) -> float:
     """How far, relatively, values that should be equal are apart."""
     return max((relative_error(part, replicas[0]) for part in replicas[1:]), default=0.0)
 
@@ -111,51 +162,3 @@ def _tensor(leaf: Leaf, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tenso
             f"the {'batch' if leaf.kind == 'input' else 'model'} has no {leaf.kind} {leaf.target!r}",
             do="use the model and batch the program was made for",
         ) from None
-
-
-class _Devices:
-    """The facts every device holds, by value and placement."""
-
-    def __init__(self, graph: Graph, shares: AnyShares, random: SeededRandomness) -> None:
-        self.graph, self.shares, self.random = graph, shares, random
-        self.facts: dict[tuple[str, Placement], Parts] = {}
-
-    def load(self, name: str, placement: Placement, whole: Tensor) -> Parts:
-        """Store a leaf; every device gets memory of its own, so that gradients stay apart."""
-        value = self.graph.values[name]
-        parts = move([whole for _ in self.shares], I, placement, value.shape, self.shares)
-        leaves = [part.detach().clone().requires_grad_(value.grad) for part in parts]
-        self.facts[name, placement] = leaves
-        return leaves
-
-    def take(self, name: str, chain: Chain) -> Parts:
-        """The value in the placement a chain ends with; conversions on the way are made once and kept."""
-        shape = self.graph.values[name].shape
-        for source, to in itertools.pairwise(chain):
-            if (name, to) not in self.facts:
-                self.facts[name, to] = convert(self.facts[name, source], source, to, shape, self.shares)
-        return self.facts[name, chain[-1]]
-
-    def run(self, step: Step) -> None:
-        node = step.node
-        call = Call(node, tuple(self.graph.values[name] for name in node.operands))
-        operands = [self.take(name, chain) for name, chain in zip(node.operands, step.chains, strict=True)]
-        results = run_rule(call, step.rule, operands, self.shares, self.random)
-        for value, give, parts in zip(node.results, step.rule.gives, results, strict=True):
-            self.facts[value.name, give] = parts
-
-
-def _gradients(program: Program, stored: Mapping[str, Parts]) -> tuple[dict[str, Tensor], float]:
-    placements = dict(program.leaves)
-    gradients, spread = {}, 0.0
-    for leaf in program.graph.parameters:
-        if not leaf.value.grad:
-            continue
-        placement = placements[leaf.value.name]
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in stored[leaf.value.name]]
-        if placement.is_shard:
-            gradients[leaf.target] = join_pieces(parts, placement)
-        else:
-            gradients[leaf.target] = parts[0]
-            spread = max(spread, _spread(parts))
-    return gradients, spread

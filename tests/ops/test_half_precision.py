@@ -15,9 +15,10 @@ from lopsided.ir.op_call import call_op, resolve_op, surroundings
 from lopsided.ir.placement import Placement, join_pieces
 from lopsided.ops.derive import call_rules
 from lopsided.ops.op import Call
+from lopsided.ops.sample import Sample, sample
 from lopsided.ops.simulated_devices import Parts, SeededRandomness, cotangent, run_rule, sum_parts
 from lopsided.ops.trial import distribute, relative_error, run_whole
-from lopsided.ops.validator import Sample, as_call, sample
+from lopsided.ops.validator import as_call
 
 SHARES = (0.5, 0.2, 0.3)
 HALVES = (torch.bfloat16, torch.float16)

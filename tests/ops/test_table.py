@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lopsided.ops import TABLE, describe
-from lopsided.ops.samples import KNOWN_MISSING, sampled_ops, samples_of
-from lopsided.ops.validator import Sample, validate
+from lopsided.ops.sample import Sample
+from lopsided.ops.validator import KNOWN_MISSING, sampled_ops, samples_of, validate
 
 # Some ops in the table are deprecated, and say so.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

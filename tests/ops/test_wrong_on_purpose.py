@@ -16,8 +16,8 @@ from lopsided.ops.losses import classified
 from lopsided.ops.op import Call, Local, Op, Talk, number
 from lopsided.ops.products import convolution
 from lopsided.ops.reduce import linear as sum_line
-from lopsided.ops.samples.draw import Draw
-from lopsided.ops.validator import Sample, sample, validate
+from lopsided.ops.sample import Draw, Sample, sample
+from lopsided.ops.validator import validate
 
 _draw = Draw(0)
 

@@ -23,8 +23,7 @@ from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.ops.derive import call_rules
 from lopsided.ops.op import Ask, Call, Local, Talk, Talking
-from lopsided.ops.samples import sampled_ops, samples_of
-from lopsided.ops.validator import as_call
+from lopsided.ops.validator import as_call, sampled_ops, samples_of
 from lopsided.schedule import flops as work
 from lopsided.schedule.flops import Exchanged, Work, asked, call_text, exchanges, is_product, work_of
 

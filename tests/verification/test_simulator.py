@@ -22,8 +22,9 @@ from lopsided.ir.placement import I, P, Placement, R, S, cut, join_pieces
 from lopsided.ir.program import Program, check_program
 from lopsided.ir.rule_book import RuleBook
 from lopsided.ops.derive import derive_rules
+from lopsided.ops.local_kernel import rule_pieces
 from lopsided.ops.op import Call
-from lopsided.ops.simulated_devices import SeededRandomness, convert, cotangent, move, rule_pieces, run_rule, sum_parts
+from lopsided.ops.simulated_devices import SeededRandomness, convert, cotangent, move, run_rule, sum_parts
 from lopsided.ops.trial import distribute
 from tests.support.models import ByHand, example
 

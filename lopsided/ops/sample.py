@@ -1,9 +1,42 @@
-"""Where the tensors of samples come from: one seeded stream, so that no two tensors of a call are alike."""
+"""Samples, small calls of ops for the validator and the tests, and the tensors they are made of.
+
+In: the name of an op and its arguments. Out: `Sample`. `Draw` gives tensors from one seeded stream, so that no two
+tensors of a call are alike. Sizes are to be distinct and partly even, so that a length tells an index.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from lopsided.ir.graph import DTYPE_NAMES
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op on real tensors; those that require a gradient have theirs compared."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op}({', '.join([*map(_short, self.args), *(f'{k}={_short(v)}' for k, v in self.kwargs.items())])})"
+        )
+
+
+def sample(op: str, *args: Any, **kwargs: Any) -> Sample:
+    return Sample(op, args, kwargs)
+
+
+def _short(arg: Any) -> str:
+    if isinstance(arg, Tensor):
+        return f"{DTYPE_NAMES[arg.dtype]}{list(arg.shape)}"
+    return f"[{', '.join(map(_short, arg))}]" if isinstance(arg, list | tuple) else repr(arg)
 
 
 class Draw:
