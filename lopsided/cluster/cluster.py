@@ -44,7 +44,6 @@ smaller cluster, which has that last factor for its crowding.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections import Counter
@@ -65,7 +64,7 @@ from lopsided.cluster.devices import (
 from lopsided.cluster.devices import Kind as Kind
 from lopsided.cluster.devices import Link as Link
 from lopsided.cluster.devices import Measured as Measured
-from lopsided.errors import ClusterError, shown
+from lopsided.errors import ClusterError, close_words, shown
 
 LEAST_STRETCH, MOST_STRETCH = 0.1, 100.0
 # What can be measured of each collective. Others are put together from these (see collectives.py).
@@ -75,11 +74,6 @@ MEASURABLE: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("padded", "grouped", "all_to_all"),
     "all_to_all": ("direct",),
 }
-
-
-def close_words(word: str, words: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word[:100], list(words), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(found)}? " if found else ""
 
 
 def _node_names(node: str, nodes: int) -> list[str]:

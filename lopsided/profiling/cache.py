@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 from lopsided.cluster.cluster import Cluster
-from lopsided.cluster.cluster_file import MOST_BYTES_OF_A_FILE, parse_cluster
+from lopsided.cluster.cluster_file import CLUSTER_FILE, parse_cluster
 from lopsided.cluster.collectives import Network
+from lopsided.codec import read_text
 from lopsided.errors import LopsidedError
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import seat_of
@@ -120,11 +121,8 @@ def read(folder: Path, name: str) -> str:
     """The text of a file that is there and not old; "" otherwise."""
     path = folder / f"{name}.toml"
     try:
-        facts = path.stat()
-        if not path.is_file() or facts.st_size > MOST_BYTES_OF_A_FILE or time.time() - facts.st_mtime > _OLD_S:
-            return ""
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        return read_text(path, CLUSTER_FILE) if time.time() - path.stat().st_mtime <= _OLD_S else ""
+    except (OSError, ValueError, LopsidedError):
         return ""
 
 
