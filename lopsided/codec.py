@@ -27,7 +27,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -79,17 +79,18 @@ class Key:
     write: Callable[[Any], object] | None = None
 
 
-_LINE = Key(
-    fits=lambda text: len(text) <= _MOST_CHARACTERS and text.isprintable(),
-    wanted=f"a text of one line, at most {_MOST_CHARACTERS:,} characters",
-)
-
 Whole = Annotated[int, Key(least=0, most=2**63 - 1, wanted="a whole number of 0 or more")]
 Fraction = Annotated[float, Key(least=0, most=1)]
 Seconds = Annotated[float, Key(least=0, most=1e12)]
 SecondsOrInf = Annotated[float, Key(least=0, most=1e12, null=math.inf)]
 """Seconds of what may be impossible, such as a step without a device that is needed."""
-Line = Annotated[str, _LINE]
+Line = Annotated[
+    str,
+    Key(
+        fits=lambda text: len(text) <= _MOST_CHARACTERS and text.isprintable(),
+        wanted=f"a text of one line, at most {_MOST_CHARACTERS:,} characters",
+    ),
+]
 """Words that are printed on terminals."""
 Lines = tuple[Annotated[str, Key(fits=lambda text: "\n" not in text, wanted="a list of lines")], ...]
 """A text that has a reader of its own."""
@@ -147,13 +148,8 @@ class Place:
 # Values
 
 
-def decode(cls: type[T], value: object, place: Place) -> T:
-    """The object of this class that the value describes."""
-    return place.read(cls, value)  # type: ignore[no-any-return]
-
-
 def encode(value: object) -> Any:
-    """A dataclass as data of JSON: the inverse of `decode`."""
+    """A dataclass as data of JSON."""
     cls: Any = type(value)
     return _codec(cls).write(value)
 
@@ -172,22 +168,18 @@ def _codec(annotation: Any) -> _Codec:
     if get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
         key = next((each for each in more if isinstance(each, Key)), key)
+    if key.read is not None and key.write is not None:
+        return _Codec(key.read, key.write)
     made = _plain_codec(annotation, key)
-    if key.read is not None:
-        made = replace(made, read=key.read)
-    if key.write is not None:
-        made = replace(made, write=key.write)
-    return made if key.fits is None else replace(made, read=_fitting(made.read, key))
+    plainly = key.read or made.read
 
-
-def _fitting(read: Callable[[object, Place], object], key: Key) -> Callable[[object, Place], object]:
-    def checked(value: object, place: Place) -> object:
-        found = read(value, place)
+    def read(value: object, place: Place) -> object:
+        found = plainly(value, place)
         if key.fits is not None and not key.fits(found):
             raise place.wrong(value, key.wanted)
         return found
 
-    return checked
+    return replace(made, read=read if key.fits is not None else plainly)
 
 
 def _plain_codec(annotation: Any, key: Key) -> _Codec:
@@ -214,8 +206,7 @@ def _plain_codec(annotation: Any, key: Key) -> _Codec:
         return _list_codec(_codec(of[0])) if of[-1] is ... else _row_codec([_codec(each) for each in of])
     if origin is Mapping:
         return _mapping_codec(None, _codec(of[1]))
-    # What has functions of its own need not be known here.
-    return _Codec(lambda value, place: value, lambda value: value)
+    raise TypeError(f"{annotation} is not known here: give it a Key that reads and writes it")
 
 
 def _checked_codec(fits: Callable[[object], bool], wanted: str) -> _Codec:
@@ -298,22 +289,22 @@ class _Slot:
     """A field of a dataclass, and its keys in a file: the one that is written, and those that are read too."""
 
     name: str
-    key: str
     keys: tuple[str, ...]
     needed: bool
     example: str
     codec: _Codec
 
 
+def _slot(field: Field[Any], annotation: Any) -> _Slot:
+    key = next((each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Key)), Key())
+    needed = field.default is MISSING and field.default_factory is MISSING
+    return _Slot(field.name, (key.name or field.name, *key.was), needed, key.example, _codec(annotation))
+
+
 def _table_codec(cls: Any) -> _Codec:
-    hints, slots = get_type_hints(cls, include_extras=True), []
-    for field in fields(cls):
-        options = [each for each in getattr(hints[field.name], "__metadata__", ()) if isinstance(each, Key)]
-        key = options[0] if options else Key()
-        name = key.name or field.name
-        needed = field.default is MISSING and field.default_factory is MISSING
-        slots.append(_Slot(field.name, name, (name, *key.was), needed, key.example, _codec(hints[field.name])))
-    known, listed = {key: slot for slot in slots for key in slot.keys}, [slot.key for slot in slots]
+    hints = get_type_hints(cls, include_extras=True)
+    slots = [_slot(field, hints[field.name]) for field in fields(cls)]
+    known, listed = {key for slot in slots for key in slot.keys}, [slot.keys[0] for slot in slots]
 
     def read(value: object, place: Place) -> object:
         given, here = _table(value, place), place.inside()
@@ -325,13 +316,13 @@ def _table_codec(cls: Any) -> _Codec:
         found = {}
         for slot in slots:
             keys = [key for key in slot.keys if key in given]
-            at = replace(here, key=here.kind.label(keys[0] if keys else slot.key), example=slot.example)
+            at = replace(here, key=here.kind.label(keys[0] if keys else slot.keys[0]), example=slot.example)
             if len(keys) > 1:
                 raise at.refuse(f"{at.key} is given as {shown(keys[1])} too, its earlier name", "keep one of them")
             if keys:
                 found[slot.name] = slot.codec.read(given[keys[0]], at)
             elif slot.needed:
-                do = f"add {slot.key} = {slot.example}" if slot.example else ""
+                do = f"add {slot.keys[0]} = {slot.example}" if slot.example else ""
                 raise at.refuse(f"{at.key} is missing", do or f"undo the edit, or make the {here.kind.what} anew")
         try:
             return cls(**found)
@@ -339,7 +330,7 @@ def _table_codec(cls: Any) -> _Codec:
             raise here.kind.error(error.what, where=here.where, do=here.kind.do or error.do, **error.facts) from None
 
     def write(value: object) -> dict[str, object]:
-        return {slot.key: slot.codec.write(getattr(value, slot.name)) for slot in slots}
+        return {slot.keys[0]: slot.codec.write(getattr(value, slot.name)) for slot in slots}
 
     return _Codec(read, write, is_table=True)
 
@@ -355,7 +346,7 @@ def parse_json(cls: type[T], text: str, place: Place) -> T:
         raise place.refuse(f"this is {shown(given)}, not a {kind.what}", _remake(kind))
     if kind.format:
         _check_version(given, place)
-    return decode(cls, given, place)
+    return place.read(cls, given)  # type: ignore[no-any-return]
 
 
 def _check_version(given: Mapping[str, object], place: Place) -> None:
@@ -409,7 +400,7 @@ def parse_toml(cls: type[T], text: str, place: Place) -> T:
     except (ValueError, RecursionError) as error:
         what = f"this is not TOML: {str(error)[:200] or type(error).__name__}"
         raise place.refuse(what, place.kind.made_by) from None
-    return decode(cls, given, place)
+    return place.read(cls, given)  # type: ignore[no-any-return]
 
 
 def json_text(value: object, indent: str = "") -> str:

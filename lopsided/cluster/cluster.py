@@ -1,6 +1,6 @@
 """What a model is trained on: kinds of devices, the nodes they sit in, the links between them.
 
-In: plain values. Out: `Cluster`, which prints as TOML and loads back equal (`clusterfile.py`).
+In: plain values. Out: `Cluster`, which prints as TOML and loads back equal (`cluster_file.py`).
 
 The one idea: devices that are alike are one *kind*, written once, so a cluster of a thousand devices is as small as one
 of eight. A kind is found `count` times in each of `nodes` nodes; kinds with the same node name share those nodes.

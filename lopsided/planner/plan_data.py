@@ -1,6 +1,6 @@
 """The answer: which program on which devices with which shares, what it is predicted to take, and compared with what.
 
-In: what `planner` found. Out: `Plan`, plain data. `planfile` writes it to JSON and reads it back, `listing` prints it.
+In: what `planner` found. Out: `Plan`, plain data. `plan_file` writes it to JSON and reads it back, `listing` prints it.
 """
 
 from __future__ import annotations

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import parse_cluster
@@ -131,6 +132,12 @@ class _PlanFile:
     fingerprints: _Fingerprints
 
 
+def _in_both(of: Plan | _PlanFile) -> dict[str, Any]:
+    """What a plan and its file have under the same names, as it is."""
+    names = ("step_s", "optimizer", "regather", "bucket_bytes", "notes", "breakdown", "baselines", "memory_bytes")
+    return {name: getattr(of, name) for name in (*names, "search", "capture_s", "planning_s")}
+
+
 def save_plan(plan: Plan, path: str | Path) -> None:
     write_text(path, plan_text(plan), PLAN_FILE)
 
@@ -150,24 +157,14 @@ def plan_text(plan: Plan) -> str:
             f"shares are called {', '.join(map(shown, names))}", do=f"give each a name of its own, and none {WORK!r}"
         )
     file = _PlanFile(
-        step_s=plan.step_s,
-        optimizer=plan.optimizer,
-        regather=plan.regather,
-        bucket_bytes=plan.bucket_bytes,
-        notes=plan.notes,
-        breakdown=plan.breakdown,
-        baselines=plan.baselines,
+        **_in_both(plan),
         devices=plan.devices,
-        memory_bytes=plan.memory_bytes,
         shares={WORK: plan.shares.work, **dict(plan.shares.named)},
         cuts=tuple(_Cut(name or WORK, length, pieces) for name, length, pieces in plan.shares.cuts),
         program=lines_of(str(plan.program)),
         prediction_of=_prediction_of(plan),
-        search=plan.search,
         without_device=dict(plan.without_device),
         without_node=dict(plan.without_node),
-        capture_s=plan.capture_s,
-        planning_s=plan.planning_s,
         cluster=lines_of(plan.cluster.text()),
         on=lines_of(plan.on.text()),
         graph=lines_of(plan.graph.text(sources=True)),
@@ -213,27 +210,17 @@ def parse_plan(text: str, where: str = "plan", namespaces: Collection[str] = (),
     if len(file.memory_bytes) != on.devices:
         what = f'"memory_bytes" has {len(file.memory_bytes)} numbers for {on.devices} devices'
         raise root.refuse(what, "give one per device")
-    for name in (*file.without_device, *file.without_node):
-        if name not in {*cluster.device_names, *cluster.node_names}:
-            raise root.refuse(f"the cluster has no {shown(name)}", "leave it out")
+    for given, names in ((file.without_device, cluster.device_names), (file.without_node, cluster.node_names)):
+        if strangers := given.keys() - {*names}:
+            raise root.refuse(f"the cluster has no {shown(min(strangers))}", "leave it out")
     plan = Plan(
         cluster=cluster,
         on=on,
         program=_program(file.program, graph, root),
         shares=_shares(file, on, root),
-        optimizer=file.optimizer,
-        regather=file.regather,
-        step_s=file.step_s,
-        breakdown=file.breakdown,
-        memory_bytes=file.memory_bytes,
-        baselines=file.baselines,
-        search=file.search,
         without_device=tuple(file.without_device.items()),
         without_node=tuple(file.without_node.items()),
-        notes=file.notes,
-        capture_s=file.capture_s,
-        planning_s=file.planning_s,
-        bucket_bytes=file.bucket_bytes,
+        **_in_both(file),
     )
     now, then = _prediction_of(plan), file.prediction_of
     edited = [field.name for field in fields(now) if getattr(now, field.name) != getattr(then, field.name)]
@@ -257,8 +244,8 @@ def _subjects(file: _PlanFile, root: Place, namespaces: Collection[str]) -> tupl
                 f'"{key}" is not what the plan was made for: its fingerprint is {found}, not {shown(said)}',
                 f"undo the edit; for a change of {what}, make the plan anew",
             )
-    if strangers := [name for name in on.device_names if name not in {*cluster.device_names}]:
-        what = f'"on" has a device {shown(strangers[0])} that "cluster" does not have'
+    if strangers := {*on.device_names} - {*cluster.device_names}:
+        what = f'"on" has a device {shown(min(strangers))} that "cluster" does not have'
         raise root.refuse(what, "make the plan anew")
     if file.devices != on.device_names:
         raise root.refuse('"devices" are not those of "on", in their order', "change shares, not the names of devices")
@@ -302,10 +289,9 @@ def _shares(file: _PlanFile, on: Cluster, root: Place) -> Shares:
     work = file.shares[WORK]
     if len(work) != on.devices:
         raise table.refuse(f"there are {len(work)} shares for {on.devices} devices", "give one per device")
-    given = [(cut.shares, cut.length) for cut in file.cuts]
-    if len({*given}) < len(given):
-        name, length = next(cut for k, cut in enumerate(given) if cut in given[:k])
-        raise root.refuse(f"the cut of {length} by {shown(name)} is given twice", "keep one")
+    for (name, length), times in Counter((cut.shares, cut.length) for cut in file.cuts).items():
+        if times > 1:
+            raise root.refuse(f"the cut of {length} by {shown(name)} is given twice", "keep one")
     named = tuple((name, shares) for name, shares in file.shares.items() if name != WORK)
     cuts = tuple(("" if cut.shares == WORK else cut.shares, cut.length, cut.pieces) for cut in file.cuts)
     with root.located('"shares" and "cuts"'):

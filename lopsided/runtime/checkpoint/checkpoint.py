@@ -179,13 +179,13 @@ def _finish_last(accord: ControlPlane) -> None:
 
 
 def _check_alike(told: list[tuple[int, str, int | None]]) -> None:
-    for rank, one in enumerate(told):
-        keep = one[2]
+    first, to, _ = told[0]
+    for rank, (step, folder, keep) in enumerate(told):
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep is {keep}", where="save", do="keep 1 checkpoint or more, or None for all")
-        if one != told[0]:
+        if (step, folder) != (first, to):
             raise CheckpointError(
-                f"rank {rank} saves step {one[0]} to {one[1]}, rank 0 step {told[0][0]} to {told[0][1]}",
+                f"rank {rank} saves step {step} to {folder}, rank 0 step {first} to {to}",
                 where="save",
                 do="save the same step to the same folder on every rank",
             )
