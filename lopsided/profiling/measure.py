@@ -28,8 +28,16 @@ from lopsided.cluster.cluster_file import parse_cluster
 from lopsided.cluster.devices import Link, Points
 from lopsided.errors import InputError
 from lopsided.ir.graph import Graph
-from lopsided.profiling.contention import measure_crowding, shared_chips
 from lopsided.profiling.correction import corrected
+from lopsided.profiling.dry_run import (
+    LOOKS_AFTER,
+    LOOKS_BEFORE,
+    REHEARSAL_PART,
+    StepMeasurements,
+    StepTimings,
+    agreed,
+    packing,
+)
 from lopsided.profiling.kinds import (
     Found,
     RankHost,
@@ -43,8 +51,17 @@ from lopsided.profiling.kinds import (
     took,
 )
 from lopsided.profiling.links import ControlGroup, Fit
-from lopsided.profiling.load import BackgroundLoad, Stopwatch, Used, quota_of_processors, used_so_far
-from lopsided.profiling.noise import NoiseStats, Notice, notices, typical
+from lopsided.profiling.noise import (
+    BackgroundLoad,
+    NoiseStats,
+    Notice,
+    Stopwatch,
+    Used,
+    notices,
+    quota_of_processors,
+    typical,
+    used_so_far,
+)
 from lopsided.profiling.op_times import (
     SHORTEST_ON_GPU_S,
     SHORTEST_S,
@@ -57,16 +74,8 @@ from lopsided.profiling.op_times import (
     run_job,
     speed_dtypes,
 )
-from lopsided.profiling.overhead import measure_overhead
-from lopsided.profiling.steps import (
-    LOOKS_AFTER,
-    LOOKS_BEFORE,
-    REHEARSAL_PART,
-    StepMeasurements,
-    StepTimings,
-    agreed,
-    packing,
-)
+from lopsided.profiling.overhead import fractions_of, measure_overhead, measure_update, trained_dtypes
+from lopsided.profiling.overlap import measure_crowding, shared_chips
 from lopsided.profiling.topology import (
     BESIDE_PART,
     LINKS_PART,
@@ -77,7 +86,6 @@ from lopsided.profiling.topology import (
     sent,
     with_links,
 )
-from lopsided.profiling.updates import fractions_of, measure_update, trained_dtypes
 from lopsided.schedule.cost import fitted_line, update_call
 
 Progress = Callable[[int, int], object]

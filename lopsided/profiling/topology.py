@@ -22,11 +22,10 @@ from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import lasting_group
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import RankHost, chip_of, node_names, seat_of
-from lopsided.profiling.links import TURNS, WAYS, ControlGroup, Fit, Talkers, fit_ways
-from lopsided.profiling.load import BackgroundLoad
+from lopsided.profiling.links import MOST_NODES, TURNS, WAYS, ControlGroup, Fit, Talkers, fit_ways, unlike_pairs
+from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.op_times import Speeds
 from lopsided.profiling.overlap import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
-from lopsided.profiling.pairs import MOST_NODES, unlike_pairs
 from lopsided.schedule.layout import BUCKET_BYTES
 
 BESIDE_PART, LINKS_PART = 0.07, 0.28  # of the budget

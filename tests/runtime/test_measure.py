@@ -33,7 +33,7 @@ from lopsided.profiling.op_times import (
     run_job,
     speed_dtypes,
 )
-from lopsided.profiling.updates import fractions_of
+from lopsided.profiling.overhead import fractions_of
 from lopsided.schedule.cost import Costs, optimizer_named, update_call
 
 CPU = torch.device("cpu")

@@ -19,12 +19,12 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.graph import Graph
 from lopsided.models import zoo
 from lopsided.ops.derive import derive_rules
-from lopsided.profiling import steps
-from lopsided.profiling.contention import arranged, crowding_of, measure_crowding, shared_chips
+from lopsided.profiling import dry_run
+from lopsided.profiling.dry_run import Rehearsal, _laid_out
 from lopsided.profiling.kinds import Found, RankHost, Took, kinds_of, seat_of
 from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.op_times import OpJob, Speeds, choose_jobs
-from lopsided.profiling.step_times import Rehearsal, _laid_out
+from lopsided.profiling.overlap import arranged, crowding_of, measure_crowding, shared_chips
 from lopsided.profiling.topology import council_of
 
 CPU = torch.device("cpu")
@@ -95,13 +95,13 @@ def turn_taken(gpus: tuple[str, ...], what: Rehearsal | None) -> tuple[float, fl
         ended = time.monotonic()
         return 2.0
 
-    real, steps.alone_s = steps.alone_s, run
+    real, dry_run.alone_s = dry_run.alone_s, run
     try:
         with council_of(None) as council:
             seats = [seat(gpu=gpu) for gpu in gpus]
-            return steps._with_others_at_rest(what, CPU, council, seats, 0.1), began, ended
+            return dry_run._with_others_at_rest(what, CPU, council, seats, 0.1), began, ended
     finally:
-        steps.alone_s = real
+        dry_run.alone_s = real
 
 
 def test_those_of_one_gpu_rehearse_in_turn_and_others_at_the_same_time(crews: Callable[[int], WorkerPool]) -> None:

@@ -14,9 +14,9 @@ from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.cluster.devices import Kind, Link
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.worker_pool import WorkerPool
-from lopsided.profiling import pairs as measure_pairs
+from lopsided.profiling import links
 from lopsided.profiling.links import ControlGroup, Fit, LinkSample, Talkers, fit_ways, fitted, line_through
-from lopsided.profiling.load import BackgroundLoad
+from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.overlap import measure_beside
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def test_drag_is_a_part_and_stretch_is_agreed_on(crews: Callable[[int], WorkerPo
 
 def pairs(slow: bool) -> tuple[Link, tuple[tuple[str, str, Link], ...]]:
     """As if what rank 2 sends and receives went over a slow link."""
-    real = measure_pairs._between
+    real = links._between
     made = talkers()
 
     def between(talkers: Talkers, one: int, other: int) -> Link:
@@ -126,11 +126,11 @@ def pairs(slow: bool) -> tuple[Link, tuple[tuple[str, str, Link], ...]]:
         assert link.bytes_per_s > 0
         return Link(1e-3, 1e6) if slow and 2 in (one, other) else Link(1e-4, 1e9)
 
-    measure_pairs._between = between
+    links._between = between
     try:
-        return measure_pairs.unlike_pairs(made, ["a", "b", "c"], Link(5e-4, 5e8))
+        return links.unlike_pairs(made, ["a", "b", "c"], Link(5e-4, 5e8))
     finally:
-        measure_pairs._between = real
+        links._between = real
 
 
 def test_slow_pairs_are_told_from_the_others(crews: Callable[[int], WorkerPool]) -> None:
