@@ -18,8 +18,8 @@ import torch
 from lopsided import LopsidedError, capture, derive_rules, verify
 from lopsided.models.by_name import load
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from architectures import ARCHITECTURES, EAGER_ONLY, REFUSED, with_eager_attention
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.support.architectures import ARCHITECTURES, EAGER_ONLY, REFUSED, with_eager_attention
 
 
 def one(spec: str, programs: int) -> dict[str, Any]:

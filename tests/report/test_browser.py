@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans_by_hand import ZERO, plan_of
-from runs_by_hand import HOSTILE, hostile_plan, run_of
 
 from lopsided.report.page import report_html
+from tests.support.plans import ZERO, plan_of
+from tests.support.recorded_runs import HOSTILE, hostile_plan, run_of
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _INSTALL = ("apt-get", "install", "-y", "-q", "chromium", "chromium-driver")

@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from plans_by_hand import DATA_PARALLEL, ZERO, plan_of
-from runs_by_hand import run_of
 
 from lopsided.ir.placement import Shares
 from lopsided.planner.plan_data import Plan
@@ -23,6 +21,8 @@ from lopsided.report.chart import (
     measured_chart,
     predicted_chart,
 )
+from tests.support.plans import DATA_PARALLEL, ZERO, plan_of
+from tests.support.recorded_runs import run_of
 
 
 def plans() -> list[Plan]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runs import Run, classic, model_of, parallel_of
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -30,6 +29,7 @@ from lopsided.ir.graph import Leaf, Value
 from lopsided.ir.placement import I, Placement, S, Shares
 from lopsided.models.zoo import SMALL
 from lopsided.runtime.batches import shard
+from tests.support.jobs import Run, classic, model_of, parallel_of
 
 SHARES = Shares((0.5, 0.3, 0.2, 0.0))
 BATCH = 10

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import classic, parsed, plan_of, prices_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,6 +24,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.parallel import Parallel
+from tests.support.jobs import classic, parsed, plan_of, prices_of
 
 HERE = torch.device(os.environ.get("LOPSIDED_DEVICE", "cpu"))  # cuda:0 runs all of this on a GPU that is shared
 THREE = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
@@ -438,9 +438,8 @@ def with_a_bystander() -> tuple[float, float, float, int]:
     """Three processes, a plan for two of three devices."""
     alone, model = net(), net()
     two = planned(model, "zero", Shares((0.7, 0.3), named=(("state", (0.5, 0.5)),)))
-    from runs import cluster_of
-
     from lopsided.cluster.cluster import Cluster
+    from tests.support.jobs import cluster_of
 
     three: Cluster = cluster_of(3)
     plan = Plan(
