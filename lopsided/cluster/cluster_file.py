@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lopsided.cluster.cluster import MEASURABLE, Cluster, close_words
-from lopsided.cluster.devices import SPEED_DTYPES, Kind, Link, Measured, Points, check_between
+from lopsided.cluster.coefficients import CLUSTER, KIND, check_between, optional, with_new_names
+from lopsided.cluster.devices import SPEED_DTYPES, Kind, Link, Measured, Points
 from lopsided.errors import ClusterError, shown
 
 MOST_BYTES_OF_A_FILE = 16 * 2**20
@@ -144,10 +146,16 @@ def _read_measured(table: _Table) -> Measured:
         return Measured(call, forward, backward)
 
 
+def _read_coefficients(table: _Table, owner: str) -> dict[str, Any]:
+    """What was measured of an owner and has a default, by name."""
+    return {one.name: table.number(one.name, f"{one.example:g}", one.default) for one in optional(owner)}
+
+
 def _read_kind(table: _Table) -> Kind:
+    table = replace(table, items=with_new_names(KIND, table.items))
     table.allow(
         *("name", "node", "nodes", "count", "flops_per_s", "efficiency", "bytes_per_s", "memory", "launch_s", "source"),
-        *("measured", "drag", "overhead_s", "crowding"),
+        *("measured", *(one.name for one in optional(KIND))),
     )
     name = table.text("name", '"v100"')
     table = replace(table, where=f"{table.where} ({shown(name)})")
@@ -155,13 +163,11 @@ def _read_kind(table: _Table) -> Kind:
     nodes, count = table.whole("nodes", 1), table.whole("count", 1)
     speeds, memory = _read_speeds(table), _read_memory(table)
     bytes_per_s, launch_s = table.number("bytes_per_s", "900e9"), table.number("launch_s", "8e-6", 8e-6)
-    drag, overhead_s = table.number("drag", "0.2", 0.0), table.number("overhead_s", "2e-5", 0.0)
-    crowding = table.number("crowding", "1.3", 1.0)
+    coefficients = _read_coefficients(table, KIND)
     measured = tuple(_read_measured(entry) for entry in table.tables("measured", "[[devices.measured]] tables"))
     with table.located():
         return Kind(
-            *(name, node, nodes, count, speeds, bytes_per_s, memory, launch_s, source, measured, drag, overhead_s),
-            crowding=crowding,
+            *(name, node, nodes, count, speeds, bytes_per_s, memory, launch_s, source, measured), **coefficients
         )
 
 
@@ -230,16 +236,17 @@ def parse_cluster(text: str, where: str = "cluster") -> Cluster:
             where=where,
             do="docs/clusters.md describes the format; `lopsided clusters NAME` prints a preset to copy and change",
         ) from None
-    root.allow("name", "about", "stretch", "packing", "devices", "links", "collectives")
+    root = replace(root, items=with_new_names(CLUSTER, root.items))
+    root.allow("name", "about", *(one.name for one in optional(CLUSTER)), "devices", "links", "collectives")
     name, about = root.text("name", '"my-cluster"'), root.text("about", '"..."', "")
     kinds = tuple(_read_kind(table) for table in root.tables("devices", "[[devices]] tables"))
     if not kinds:
         raise root.refuse("the cluster has no devices", "add a [[devices]] table")
     within, between = _read_links(root, kinds)
     collectives, pairs = _read_collectives(root), _read_pairs(root)
-    stretch, packing = root.number("stretch", "1.5", 1.0), root.number("packing", "3.0", 1.0)
+    coefficients = _read_coefficients(root, CLUSTER)
     with root.located():
-        return Cluster(name, about, kinds, within, between, collectives, pairs, stretch, packing)
+        return Cluster(name, about, kinds, within, between, collectives, pairs, **coefficients)
 
 
 def preset_names() -> tuple[str, ...]:

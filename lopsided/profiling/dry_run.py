@@ -51,7 +51,7 @@ from lopsided.profiling.kinds import RankHost
 from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.noise import BackgroundLoad, Stopwatch, wait_for
 from lopsided.profiling.op_times import REFUSED, drawn, indices_below
-from lopsided.profiling.overlap import crowding_of, shared_chips
+from lopsided.profiling.overlap import contention_of, shared_chips
 from lopsided.profiling.topology import Topology
 from lopsided.schedule.cost import Costs, Scale, fitted_line, optimizer_named
 from lopsided.schedule.flops import call_texts
@@ -387,7 +387,7 @@ class StepMeasurements:
 
     corrections: tuple[CallCorrection, ...] = ()
     ratios: tuple[float, ...] = ()
-    crowdings: tuple[float, ...] = ()
+    contentions: tuple[float, ...] = ()
 
 
 class StepTimings:
@@ -424,12 +424,12 @@ class StepTimings:
         whole = self._all if all_s < math.inf else None
         with_all = Rehearsed(expected(whole, 0), all_s) if whole is not None else None
         quiet_s = _with_others_at_rest(whole, self._device, self._council, seats, self._lasting_s)
-        crowding = crowding_of([quiet_s], [all_s]) if quiet_s else 0.0
+        contention = contention_of([quiet_s], [all_s]) if quiet_s else 0.0
         mine = None if with_share is None else correction_by(with_share, with_all)
-        told = (mine, 0.0 if with_share is None else round(with_share.ratio, 6), crowding)
+        told = (mine, 0.0 if with_share is None else round(with_share.ratio, 6), contention)
         everyone = cast(list[tuple[CallCorrection | None, float, float]], self._council.hear(told))
-        corrections, ratios, crowdings = zip(*everyone, strict=True)
-        return StepMeasurements(corrections, ratios, crowdings) if None not in corrections else StepMeasurements()
+        corrections, ratios, contentions = zip(*everyone, strict=True)
+        return StepMeasurements(corrections, ratios, contentions) if None not in corrections else StepMeasurements()
 
 
 def _with_others_at_rest(

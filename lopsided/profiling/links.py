@@ -32,6 +32,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from lopsided.cluster.cluster import MEASURABLE
+from lopsided.cluster.coefficients import LINK, coefficient
 from lopsided.cluster.devices import Link
 from lopsided.comm.communicator import Communicator
 from lopsided.profiling.noise import BackgroundLoad, noise, typical, wait_for
@@ -364,4 +365,5 @@ def _between(talkers: Talkers, one: int, other: int) -> Link:
         # The least: whoever was not running just then says nothing about the link.
         points.append((float(size), min(times[1:])))
     latency_s, s_per_byte, _ = line_through(points)
-    return Link(latency_s, min(max(1 / max(s_per_byte, 1e-18), 1.0), 1e18))
+    bytes_per_s = coefficient(LINK, "bytes_per_s")
+    return Link(latency_s, bytes_per_s.clamp(1 / max(s_per_byte, 1 / bytes_per_s.high)))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.coefficients import KIND, coefficient
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link
 from lopsided.comm.communicator import Communicator
@@ -99,7 +100,8 @@ def measure_overhead(device: torch.device, lasting_s: float, now: Callable[[], f
             run()
             times.append(now() - started)
     around = statistics.median(taken[0]) - statistics.median(taken[1])
-    return max(around, 0.0) / (2 * (len(program.steps) + len(list(program.conversions()))))
+    passed = 2 * (len(program.steps) + len(list(program.conversions())))  # there and back
+    return coefficient(KIND, "overhead_s").clamp(around / passed)
 
 
 # Updates

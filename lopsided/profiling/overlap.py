@@ -1,22 +1,23 @@
 """What work at the same time costs: computing beside sending, and processes beside others on one chip.
 
-In: talkers and how much to send; what all ranks are, and what they found when all measured at once. Out: `Beside`: this
-rank's drag, and the stretch of what is sent; and the crowding of every rank, the same on all of them.
+In: talkers and how much to send; what all ranks are, and what they found when all measured at once. Out: `Beside`: the
+compute slowdown of this rank, and the comm slowdown of what is sent; and the contention of every rank, the same on all
+of them.
 
 Collectives over gloo are carried by threads that need a processor, those over NCCL by some of the GPU's. Some
 all_reduces are started one after the other, as a backward pass starts them, and blocks of computing run until all have
 come through:
 
-    drag    = computing lost / seconds the all_reduces took meanwhile
-    stretch = seconds of one among them / seconds of one when all stand and wait for it
+    compute_slowdown = computing lost / seconds the all_reduces took meanwhile
+    comm_slowdown    = seconds of one among them / seconds of one when all stand and wait for it
 
 Who has more than one thread to carry with (gloo has two) gets several through in less than one after the other: where
-computing leaves the threads alone, as on a GPU, stretch is less than one.
+computing leaves the threads alone, as on a GPU, comm_slowdown is less than one.
 
 Ranks of a chip take turns: one works while the others rest, then the next, then all work at once. Chips do so side by
 side. The work is the calls that take most of a step, where they fit into a turn.
 
-    crowding = seconds of the work with all / seconds of it alone, medians over rounds
+    contention = seconds of the work with all / seconds of it alone, medians over rounds
 
 Seconds are those on the wall: who shares a processor stands still while the other runs. A turn is longer than the
 slices in which a processor is shared out, and only its means count.
@@ -36,7 +37,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster.cluster import LEAST_STRETCH, MOST_STRETCH
+from lopsided.cluster.coefficients import CLUSTER, KIND, coefficient
 from lopsided.comm.communicator import Handle
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import Found, RankHost, chip_of
@@ -53,10 +54,10 @@ _IN_A_ROW = 3
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """`drag` of this rank, from 0 to 1, and `stretch`, the same on all ranks."""
+    """The `compute_slowdown` of this rank, and the `comm_slowdown`, which is the same on all ranks."""
 
-    drag: float
-    stretch: float
+    compute_slowdown: float
+    comm_slowdown: float
 
 
 def measure_beside(talkers: Talkers, size_bytes: int, budget_s: float) -> Beside:
@@ -72,15 +73,17 @@ def measure_beside(talkers: Talkers, size_bytes: int, budget_s: float) -> Beside
 
     once = council.slowest(_alone(begin(1)[0], talkers.device))
     rounds = min(max(int(budget_s / ((3 + _IN_A_ROW) * once + 0.01)), _FEWEST), _MOST)
-    alone, beside, drags = [], [], []
+    alone, beside, lost_parts = [], [], []
     for _ in range(rounds):
         alone.append(council.mean([_alone(begin(1)[0], talkers.device)])[0])
         block_s = _block(talkers, alone[-1])
         took, lost = _while_computing(begin(_IN_A_ROW), talkers, block_s)
-        drags.append(lost)
+        lost_parts.append(lost)
         beside.append(council.mean([took])[0] / _IN_A_ROW)
-    stretch = typical(beside) / typical(alone)
-    return Beside(min(max(typical(drags), 0.0), 1.0), min(max(stretch, LEAST_STRETCH), MOST_STRETCH))
+    return Beside(
+        coefficient(KIND, "compute_slowdown").clamp(typical(lost_parts)),
+        coefficient(CLUSTER, "comm_slowdown").clamp(typical(beside) / typical(alone)),
+    )
 
 
 def _alone(handle: Handle, device: torch.device) -> float:
@@ -136,7 +139,6 @@ def _own_stream(device: torch.device) -> AbstractContextManager[object]:
 
 # Chips that are shared
 
-_MOST_CROWDING = 100.0  # that a cluster file may say
 _SHORTEST_S = 0.05  # a turn
 _MOST_ROUNDS = 3  # longer turns tell more: in short ones a processor that is shared looks slower than it is
 _CALLS = 3  # different ones
@@ -144,7 +146,7 @@ _RUNS = 4  # of a call in its part of a turn: to warm up, and to measure
 _REST_S = 1e-3
 
 
-def measure_crowding(
+def measure_contention(
     graphs: Sequence[Graph],
     device: torch.device,
     council: ControlGroup,
@@ -153,7 +155,7 @@ def measure_crowding(
     jobs: Sequence[OpJob],
     budget_s: float,
 ) -> tuple[float, ...]:
-    """The crowding of each rank, in about so many seconds. All ranks call this with the same, but for the device."""
+    """The contention of each rank, in about so many seconds. All ranks call this with the same, but for the device."""
     chips = shared_chips(seats)
     if not chips:
         return (1.0,) * len(seats)
@@ -173,7 +175,7 @@ def measure_crowding(
             together.append(work())
         # Who is done early works on, but for those who have nobody to crowd.
         council.meet(load if mine else lambda: time.sleep(_REST_S))
-    return tuple(cast(list[float], council.hear(crowding_of(alone, together))))
+    return tuple(cast(list[float], council.hear(contention_of(alone, together))))
 
 
 def shared_chips(seats: Sequence[RankHost]) -> tuple[tuple[int, ...], ...]:
@@ -184,17 +186,17 @@ def shared_chips(seats: Sequence[RankHost]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in chips.values() if len(ranks) > 1)
 
 
-def crowding_of(alone: Sequence[float], together: Sequence[float]) -> float:
+def contention_of(alone: Sequence[float], together: Sequence[float]) -> float:
     """From seconds of the same work, round by round; 1 where there are none.
 
-    >>> crowding_of([1.0, 1.0, 9.0], [1.5, 1.5, 1.5]), crowding_of([1.0], [0.9]), crowding_of([], [1.0])
+    >>> contention_of([1.0, 1.0, 9.0], [1.5, 1.5, 1.5]), contention_of([1.0], [0.9]), contention_of([], [1.0])
     (1.5, 1.0, 1.0)
     """
     each = [[s for s in times if 0 < s < math.inf] for times in (alone, together)]  # not so for nan either
     if not all(each):
         return 1.0
     quick, slow = (statistics.median(times) for times in each)
-    return min(max(slow / quick, 1.0), _MOST_CROWDING)
+    return coefficient(KIND, "contention").clamp(slow / quick)
 
 
 # What is done in a turn

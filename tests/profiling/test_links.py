@@ -107,12 +107,12 @@ def test_all_ranks_fit_the_same(crews: Callable[[int], WorkerPool]) -> None:
 
 def beside() -> tuple[float, float]:
     found = measure_beside(talkers(), 2**20, 0.2)
-    return found.drag, found.stretch
+    return found.compute_slowdown, found.comm_slowdown
 
 
-def test_drag_is_a_part_and_stretch_is_agreed_on(crews: Callable[[int], WorkerPool]) -> None:
+def test_the_compute_slowdown_is_a_part_and_the_comm_slowdown_is_agreed_on(crews: Callable[[int], WorkerPool]) -> None:
     found = crews(2).run(beside)
-    assert all(0 <= drag <= 1 for drag, _ in found)
+    assert all(0 <= slowdown <= 1 for slowdown, _ in found)
     assert found[0][1] == found[1][1] > 0
 
 

@@ -378,7 +378,7 @@ def test_hiding_is_rehearsed_in_bits_and_explained_by_packing(monkeypatch: pytes
     monkeypatch.setattr(dry_run, "_LEAST_BYTES", 1)
     graph = graph_of("gpt2")
     cluster = measured(graph)
-    slow = replace(cluster, within=Link(1e-6, 5e6), between=Link(1e-6, 5e6), stretch=2.0)
+    slow = replace(cluster, within=Link(1e-6, 5e6), between=Link(1e-6, 5e6), comm_slowdown=2.0)
     rehearsal = prepared(graph, cluster, 1e6)
     assert rehearsal is not None
     hiding = prepared_hiding(rehearsal, slow, 1e6)
