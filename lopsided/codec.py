@@ -316,9 +316,9 @@ def _table_codec(cls: Any) -> _Codec:
         found = {}
         for slot in slots:
             keys = [key for key in slot.keys if key in given]
-            at = replace(here, key=here.kind.label(keys[0] if keys else slot.keys[0]), example=slot.example)
+            at = replace(here, key=here.kind.label(slot.keys[0]), example=slot.example)
             if len(keys) > 1:
-                raise at.refuse(f"{at.key} is given as {shown(keys[1])} too, its earlier name", "keep one of them")
+                raise at.refuse(f"{at.key} is given as {shown(keys[-1])} too, its earlier name", "keep one of them")
             if keys:
                 found[slot.name] = slot.codec.read(given[keys[0]], at)
             elif slot.needed:

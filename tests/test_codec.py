@@ -81,7 +81,7 @@ def test_keys_of_earlier_versions_are_read() -> None:
     assert "drag" not in encode(parsed(drag=0.75))
     with pytest.raises(PlanError, match=r"\"slowdown\" is given as 'drag' too, its earlier name"):
         parsed(drag=0.75, slowdown=0.75)
-    with pytest.raises(PlanError, match="\"delay\" is 'x'"):
+    with pytest.raises(PlanError, match="\"slowdown\" is 'x'"):
         parsed(delay="x")
 
 

@@ -5,8 +5,8 @@ measured; how far off the step is, and which line is to blame most.
 
 Lines add up per device. A device computes ops (by class: the forward and backward seconds of all nodes with that op)
 and updates parameters. What lies around that has lines of its own: conversions (tensors cut, joined and packed to be
-sent) and what is between ops; where nobody measured them, a plan takes both to be free. What sending drags on computing
-is predicted as a line, and measured within the ops it drags on.
+sent) and what is between ops; where nobody measured them, a plan takes both to be free. By how much sending slows
+computing is predicted as a line, and measured within the ops that it slows.
 
 The k-th collective is the same one on every device; the device that came last waited least, so the shortest of their
 times is what the collective itself took.
@@ -38,7 +38,7 @@ from lopsided.schedule.cost import Costs, Cut, Scale, optimizer_named
 from lopsided.schedule.layout import Compute, Schedule
 
 BETWEEN = "between ops"
-DRAG = "drag of sending"
+SLOWED = "slowed by sending"
 AROUND = (CONVERSIONS, BETWEEN)
 """What lies around ops; free in a plan for devices of which it was not measured."""
 
@@ -79,7 +79,7 @@ class Comparison:
     def worst(self) -> tuple[str, ComparisonLine]:
         """The line that is off by most seconds, and whose it is."""
         lines = [(device, line) for device, row in zip(self.devices, self.computed, strict=True) for line in row]
-        lines = [pair for pair in lines if pair[1].what != DRAG]
+        lines = [pair for pair in lines if pair[1].what != SLOWED]
         lines += [("network", line) for line in self.collectives]
         return max(lines, key=lambda pair: abs(pair[1].predicted - pair[1].measured))
 
@@ -180,8 +180,8 @@ def _device_lines(
     predicted[CONVERSIONS] = all_s - ops_s - predicted[BETWEEN]
     # Of the largest device of its kind, as the simulation has it.
     largest_s = sum(item.seconds[kind].at(f) for item, f in _largest(schedule, plan, kind))
-    if (drag := told.step.lanes[kind].compute_s - largest_s) > 1e-9:
-        predicted[DRAG] = drag
+    if (slowed_s := told.step.lanes[kind].compute_s - largest_s) > 1e-9:
+        predicted[SLOWED] = slowed_s
     predicted[OPTIMIZER] = sum(
         item.seconds[kind].at(fraction_of(plan, item.cut, number)) for item in schedule.optimizer
     )

@@ -5,7 +5,7 @@ In: a `Run`. Out: a `Cluster` (`fed_back`), and what was corrected by how much (
 Of every call and kind of device the run has seconds, and the plan has what it took them to be. Their ratio scales the
 points of the call, so that its line meets the run where the run was. A call that nobody had measured gets points from
 its estimate, scaled alike. Of collectives it is the same, way by way. What hid behind computing took longer for it, and
-the cluster's `stretch` has its part of that already.
+the cluster's `comm_slowdown` has its part of that already.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def learnt(run: Run) -> Calibrated:
     for number, kind in enumerate(plan.on.kinds):
         calls = [*_calls(run, costs, schedule, number)]
         table, told = _table(kind, calls, plan.optimizer)
-        tables[kind.node, kind.name] = alike[kind.likeness] = (table, kind.crowding)
+        tables[kind.node, kind.name] = alike[kind.likeness] = (table, kind.contention)
         corrections += told
     ways = [*_ways(run, costs.network)] if plan.on.devices > 1 else []
     corrections += [
@@ -91,8 +91,8 @@ def _with(kind: Kind, found: _Table | None) -> Kind:
     """The kind with a table, if there is one, as it would be with all devices of the cluster at work."""
     if found is None:
         return kind
-    table, crowding = found
-    times = kind.crowding / crowding
+    table, contention = found
+    times = kind.contention / contention
     if times != 1:
         table = tuple(
             replace(one, forward=_scaled(one.forward, times), backward=_scaled(one.backward, times)) for one in table
@@ -208,7 +208,7 @@ def _made(seen: _Seen, factor: float) -> Points:
 
 def _ways(run: Run, network: Network) -> Iterator[tuple[Algorithm, float, float]]:
     """Of every way that the run took: seconds predicted and measured in a step."""
-    stretch = run.plan.on.stretch
+    slowdown = run.plan.on.comm_slowdown
     totals: dict[tuple[str, str], list[tuple[float, float]]] = {}
     steps = [*zip(*(device.recorded for device in run.devices), strict=False)]
     for step in steps:
@@ -223,7 +223,7 @@ def _ways(run: Run, network: Network) -> Iterator[tuple[Algorithm, float, float]
             quickest = min(range(len(rows)), key=lambda device, k=k: takes[device][k])  # type: ignore[misc]
             seconds = takes[quickest][k]
             standing = min(rows[quickest][k].waited_s / seconds, 1.0) if seconds else 1.0
-            expected = way.seconds(span.bytes, span.largest) * (1 + (stretch - 1) * (1 - standing))
+            expected = way.seconds(span.bytes, span.largest) * (1 + (slowdown - 1) * (1 - standing))
             totals.setdefault((span.collective, span.way), []).append((expected, seconds))
     for (collective, name), pairs in totals.items():
         way = next(way for way in network.ways(collective) if way.implementation == name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from lopsided.cluster.cluster import MEASURABLE, Cluster
+from lopsided.cluster.coefficients import CLUSTER, KIND, coefficient
 from lopsided.cluster.devices import SPEED_DTYPES, Kind, Link
 from lopsided.codec import FileKind, Key, Place, parse_toml, read_text
 from lopsided.errors import ClusterError, close_words, shown
@@ -64,6 +65,11 @@ def _read_collectives(value: object, place: Place) -> _Measurements:
     return tuple(found)
 
 
+def _renamed(owner: str, name: str) -> Key:
+    """A coefficient whose key of before is still read."""
+    return Key(was=(coefficient(owner, name).formerly,))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Devices(Kind):
     """A [[devices]] table: a kind of devices, of which a file may leave something out or write it in words."""
@@ -76,6 +82,8 @@ class _Devices(Kind):
     bytes_per_s: Annotated[float, Key(example="900e9")]
     memory_bytes: Annotated[int, Key("memory", read=_read_memory, example='"16 GiB"')]
     launch_s: float = 8e-6
+    compute_slowdown: Annotated[float, _renamed(KIND, "compute_slowdown")] = 0.0
+    contention: Annotated[float, _renamed(KIND, "contention")] = 1.0
     efficiency: Annotated[float, Key(least=1e-6, most=1)] = 1.0
 
     @property
@@ -116,7 +124,7 @@ class _Links:
 class _ClusterFile:
     name: Annotated[str, Key(example='"my-cluster"')]
     about: str = ""
-    stretch: float = 1.0
+    comm_slowdown: Annotated[float, _renamed(CLUSTER, "comm_slowdown")] = 1.0
     packing: float = 1.0
     devices: tuple[_Devices, ...] = ()
     links: _Links | None = None
@@ -134,7 +142,7 @@ def parse_cluster(text: str, where: str = "cluster") -> Cluster:
         within, between = _links(file, root)
         pairs = tuple((*pair.nodes, pair.link) for pair in (file.links.pair if file.links else ()))
         return Cluster(
-            file.name, file.about, kinds, within, between, file.collectives, pairs, file.stretch, file.packing
+            file.name, file.about, kinds, within, between, file.collectives, pairs, file.comm_slowdown, file.packing
         )
     except ClusterError as error:
         raise ClusterError(

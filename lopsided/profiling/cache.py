@@ -34,9 +34,8 @@ from lopsided.errors import LopsidedError
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import seat_of
 from lopsided.profiling.links import ControlGroup, occurrence
-from lopsided.profiling.load import quota_of_processors
 from lopsided.profiling.measure import Progress, measure
-from lopsided.profiling.noise import typical
+from lopsided.profiling.noise import quota_of_processors, typical
 from lopsided.profiling.op_times import Speeds, measure_speeds
 from lopsided.profiling.topology import council_of, talkers_of
 

@@ -96,11 +96,11 @@ def kinds_of(
     seats: Sequence[RankHost],
     found: Sequence[Found],
     jobs: Sequence[OpJob],
-    drags: Sequence[float],
+    compute_slowdowns: Sequence[float],
     overheads: Sequence[float],
-    crowdings: Sequence[float] = (),
+    contentions: Sequence[float] = (),
 ) -> tuple[Kind, ...]:
-    """Runs of ranks that are alike. Without `crowdings` nobody is taken to crowd anyone."""
+    """Runs of ranks that are alike. Without `contentions` nobody is taken to crowd anyone."""
     # Only what all have measured: else one device would be priced by a clock and another by an estimate.
     keys = [key for key in found[0] if all(key in table for table in found)]
     rates = paces(seats, found, jobs)
@@ -126,9 +126,9 @@ def kinds_of(
             statistics.fmean(seats[rank].speeds.launch_s for rank in run),
             f"measured: {printable(seats[run[0]].hardware)}",
             tuple(_table([found[rank] for rank in run], keys)),
-            statistics.fmean(drags[rank] for rank in run),
+            statistics.fmean(compute_slowdowns[rank] for rank in run),
             statistics.fmean(overheads[rank] for rank in run),
-            statistics.fmean(crowdings[rank] for rank in run) if crowdings else 1.0,
+            statistics.fmean(contentions[rank] for rank in run) if contentions else 1.0,
         )
         for run, name in zip(runs, names, strict=True)
     )

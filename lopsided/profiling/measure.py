@@ -28,8 +28,16 @@ from lopsided.cluster.cluster_file import parse_cluster
 from lopsided.cluster.devices import Link, Points
 from lopsided.errors import InputError
 from lopsided.ir.graph import Graph
-from lopsided.profiling.contention import measure_crowding, shared_chips
 from lopsided.profiling.correction import corrected
+from lopsided.profiling.dry_run import (
+    LOOKS_AFTER,
+    LOOKS_BEFORE,
+    REHEARSAL_PART,
+    StepMeasurements,
+    StepTimings,
+    agreed,
+    packing,
+)
 from lopsided.profiling.kinds import (
     Found,
     RankHost,
@@ -43,8 +51,17 @@ from lopsided.profiling.kinds import (
     took,
 )
 from lopsided.profiling.links import ControlGroup, Fit
-from lopsided.profiling.load import BackgroundLoad, Stopwatch, Used, quota_of_processors, used_so_far
-from lopsided.profiling.noise import NoiseStats, Notice, notices, typical
+from lopsided.profiling.noise import (
+    BackgroundLoad,
+    NoiseStats,
+    Notice,
+    Stopwatch,
+    Used,
+    notices,
+    quota_of_processors,
+    typical,
+    used_so_far,
+)
 from lopsided.profiling.op_times import (
     SHORTEST_ON_GPU_S,
     SHORTEST_S,
@@ -57,16 +74,8 @@ from lopsided.profiling.op_times import (
     run_job,
     speed_dtypes,
 )
-from lopsided.profiling.overhead import measure_overhead
-from lopsided.profiling.steps import (
-    LOOKS_AFTER,
-    LOOKS_BEFORE,
-    REHEARSAL_PART,
-    StepMeasurements,
-    StepTimings,
-    agreed,
-    packing,
-)
+from lopsided.profiling.overhead import fractions_of, measure_overhead, measure_update, trained_dtypes
+from lopsided.profiling.overlap import measure_contention, shared_chips
 from lopsided.profiling.topology import (
     BESIDE_PART,
     LINKS_PART,
@@ -77,13 +86,12 @@ from lopsided.profiling.topology import (
     sent,
     with_links,
 )
-from lopsided.profiling.updates import fractions_of, measure_update, trained_dtypes
 from lopsided.schedule.cost import fitted_line, update_call
 
 Progress = Callable[[int, int], object]
 
 _SPEEDS_PART, _OPS_PART, _UPDATES_PART, _PROBE_PART, _OVERHEAD_PART = 0.06, 0.36, 0.07, 0.05, 0.01  # of the budget
-_CROWDING_PART = 0.05  # beside it, where devices share a chip
+_CONTENTION_PART = 0.05  # beside it, where devices share a chip
 _PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
 _LATE = 2.0  # times its part of the budget that updates may take before the rest is left out
 _UNKNOWN = Link(1e-5, 1e10)  # of a world where nobody talks
@@ -112,8 +120,8 @@ class Measurement:
     seconds: float
     lines: tuple[ProfileLine, ...] = ()
     ways: tuple[Fit, ...] = ()
-    drag: tuple[float, ...] = ()  # of each rank: computing lost while something is sent
-    stretch: float = 1.0
+    compute_slowdowns: tuple[float, ...] = ()  # of each rank
+    comm_slowdown: float = 1.0
     covered: float = 0.0  # part of a step's estimated seconds whose calls were measured
     noticed: tuple[Notice, ...] = ()
     rehearsed: tuple[float, ...] = ()  # of each rank: a step's calls over the same one by one; none if not rehearsed
@@ -173,20 +181,20 @@ def take_measurement(
         if looks is not None:
             looks.take(LOOKS_BEFORE)
         fits: tuple[Fit, ...] = ()
-        drags: tuple[float, ...] = (0.0,) * ranks
+        slowdowns: tuple[float, ...] = (0.0,) * ranks
         world: Topology | None = None
         if ranks > 1:
             left = iter(range(parts - link_parts(ranks) - rehearsing + 1, parts + 1))
             world = Topology(group_to_talk(group, seats), council, device, *sent(graphs), budget_s)
             speeds = paces(seats, devices.found, devices.jobs)
-            cluster, fits, drags = with_links(cluster, world, seats, speeds, lambda: progress(next(left), parts))
+            cluster, fits, slowdowns = with_links(cluster, world, seats, speeds, lambda: progress(next(left), parts))
         steps = StepMeasurements()
         if looks is not None:
             looks.take(LOOKS_AFTER)
             steps = looks.tell(seats)
         devices = _corrected(devices, steps)
-        crowdings = _crowdings(graphs, device, council, devices, steps, _CROWDING_PART * budget_s)
-        kinds = kinds_of(seats, devices.found, devices.jobs, drags, devices.overheads, crowdings)
+        contentions = _contentions(graphs, device, council, devices, steps, _CONTENTION_PART * budget_s)
+        kinds = kinds_of(seats, devices.found, devices.jobs, slowdowns, devices.overheads, contentions)
         cluster = replace(cluster, kinds=kinds)
         if rehearsal is not None and steps.corrections and world is not None:
             cluster = replace(cluster, packing=packing(rehearsal, cluster, world))
@@ -200,8 +208,8 @@ def take_measurement(
             time.perf_counter() - started,
             lines,
             fits,
-            drags,
-            cluster.stretch,
+            slowdowns,
+            cluster.comm_slowdown,
             covered(graphs, devices.jobs, seats[0].speeds),
             tuple(_noticed(cluster, devices)),
             steps.ratios,
@@ -304,7 +312,7 @@ def _corrected(devices: _Devices, steps: StepMeasurements) -> _Devices:
     return replace(devices, found=[corrected(table, correction, talking) for table, correction in tables])
 
 
-def _crowdings(
+def _contentions(
     graphs: Sequence[Graph],
     device: torch.device,
     council: ControlGroup,
@@ -315,8 +323,8 @@ def _crowdings(
     """Of each rank, by whole steps, or by calls where no step was run; nothing, where nobody shares a chip."""
     if not shared_chips(devices.seats):
         return ()
-    by_calls = measure_crowding(graphs, device, council, devices.seats, devices.found, devices.jobs, budget_s)
-    return tuple(whole or calls for whole, calls in zip(steps.crowdings or by_calls, by_calls, strict=True))
+    by_calls = measure_contention(graphs, device, council, devices.seats, devices.found, devices.jobs, budget_s)
+    return tuple(whole or calls for whole, calls in zip(steps.contentions or by_calls, by_calls, strict=True))
 
 
 def _slowest_of_each(council: ControlGroup, found: dict[str, float]) -> dict[str, float]:

@@ -33,8 +33,7 @@ from lopsided.ir.placement import I, Placement
 from lopsided.ops import describe
 from lopsided.ops.derive import call_rules, describe_call
 from lopsided.ops.op import Call, Local
-from lopsided.profiling.load import Stopwatch, wait_for
-from lopsided.profiling.noise import typical
+from lopsided.profiling.noise import Stopwatch, typical, wait_for
 from lopsided.schedule.flops import Work, call_text, carried_out, is_product, work_of
 
 Layouts = Mapping[str, tuple[int, ...]]

@@ -22,11 +22,10 @@ from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import lasting_group
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import RankHost, chip_of, node_names, seat_of
-from lopsided.profiling.links import TURNS, WAYS, ControlGroup, Fit, Talkers, fit_ways
-from lopsided.profiling.load import BackgroundLoad
+from lopsided.profiling.links import MOST_NODES, TURNS, WAYS, ControlGroup, Fit, Talkers, fit_ways, unlike_pairs
+from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.op_times import Speeds
 from lopsided.profiling.overlap import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
-from lopsided.profiling.pairs import MOST_NODES, unlike_pairs
 from lopsided.schedule.layout import BUCKET_BYTES
 
 BESIDE_PART, LINKS_PART = 0.07, 0.28  # of the budget
@@ -117,7 +116,7 @@ def sent(graphs: Sequence[Graph]) -> tuple[torch.dtype, int]:
 def with_links(
     cluster: Cluster, world: Topology, seats: Sequence[RankHost], paces: Sequence[float], step: Callable[[], object]
 ) -> tuple[Cluster, tuple[Fit, ...], tuple[float, ...]]:
-    """The cluster with its collectives measured, their fits, and the drag of each rank, which kinds do not have yet."""
+    """The cluster with its collectives measured, their fits, and each rank's compute slowdown, which kinds lack yet."""
     # Groups inside hosts must be made by all processes: where only some measure, all links are taken to be alike.
     all_measure = dist.get_world_size(world.group) == dist.get_world_size()
     has_two_links = 1 < cluster.nodes < cluster.devices
@@ -135,7 +134,7 @@ def with_links(
         link, pairs = unlike_pairs(talkers, node_names(seats), link)
     reduce = next(fit.link for fit in fits if fit.collective == "all_reduce")
     beside = _beside(talkers, reduce, BESIDE_PART * world.budget_s)
-    drags = tuple(cast(list[float], world.council.hear(beside.drag)))
+    compute_slowdowns = tuple(cast(list[float], world.council.hear(beside.compute_slowdown)))
     step()
     return (
         replace(
@@ -144,10 +143,10 @@ def with_links(
             between=link,
             collectives=tuple((fit.collective, fit.way, fit.link) for fit in fits),
             pairs=pairs,
-            stretch=beside.stretch,
+            comm_slowdown=beside.comm_slowdown,
         ),
         fits,
-        drags,
+        compute_slowdowns,
     )
 
 

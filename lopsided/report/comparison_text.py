@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lopsided.calibration.comparison import AROUND, DRAG, Comparison, ComparisonLine
+from lopsided.calibration.comparison import AROUND, SLOWED, Comparison, ComparisonLine
 from lopsided.calibration.run_record import NETWORK
 from lopsided.report.listing import bytes_text, seconds_text
 
@@ -43,7 +43,7 @@ def verdict(line: ComparisonLine, *, of_bytes: bool = False) -> str:
     """What is to be said of a prediction."""
     if line.what in AROUND and not line.predicted:
         return "taken to be free"
-    if line.what == DRAG:
+    if line.what == SLOWED:
         return "measured within the ops"
     return error_text(line.error, *(("much", "little") if of_bytes else ("long", "short")))
 

@@ -85,19 +85,19 @@ def short(text: str, width: int) -> str:
 def _device_lines(found: Measurement) -> Iterator[str]:
     cluster = found.cluster
     dtypes = [dtype for dtype, _ in cluster.kinds[0].flops_per_s]
-    rows = [["devices", *dtypes, "memory moves", "launch", "memory", "drag"]]
+    rows = [["devices", *dtypes, "memory moves", "launch", "memory", "slowdown"]]
     for kind in cluster.kinds:
         name = f"{kind.node}/{kind.name}" + (f" × {kind.devices}" if kind.devices > 1 else "")
         flops = [metric_text(kind.flops(dtype), "FLOP/s") for dtype in dtypes]
         moves = metric_text(kind.bytes_per_s, "B/s")
         launch, memory = seconds_text(kind.launch_s), bytes_text(kind.memory_bytes)
-        rows.append([short(name, 34), *flops, moves, launch, memory, percent(kind.drag)])
+        rows.append([short(name, 34), *flops, moves, launch, memory, percent(kind.compute_slowdown)])
     if not found.ways:
         rows = [row[:-1] for row in rows]
     yield from _table(rows)
-    crowdings = [kind.crowding for kind in cluster.kinds]
-    if max(crowdings) > _CROWDED:
-        yield f"devices that share a chip are {_times(crowdings)} times as fast alone as all together"
+    contentions = [kind.contention for kind in cluster.kinds]
+    if max(contentions) > _CROWDED:
+        yield f"devices that share a chip are {_times(contentions)} times as fast alone as all together"
     for hardware in dict.fromkeys(kind.source.removeprefix("measured: ") for kind in cluster.kinds):
         yield f"  {short(hardware, WIDTH - 2)}"
 
@@ -191,8 +191,8 @@ def _way_lines(found: Measurement) -> Iterator[str]:
         rows.append([fit.collective, fit.way, latency, speed, grows, percent(fit.error), percent(fit.noise)])
     yield from _table(rows, (0, 1))
     yield (
-        f"behind computing they take {found.stretch:.2f} times as long, and computing loses "
-        f"{percent(min(found.drag))} to {percent(max(found.drag))}"
+        f"behind computing they take {found.comm_slowdown:.2f} times as long, and computing loses "
+        f"{percent(min(found.compute_slowdowns))} to {percent(max(found.compute_slowdowns))}"
     )
     if found.cluster.packing > 1:
         packing = f"{found.cluster.packing:.1f} times as long as to read and write it once"
@@ -253,9 +253,12 @@ def measurement_json(found: Measurement) -> dict[str, Any]:
         "op_noise": found.op_noise,
         "link_error": found.link_error,
         "link_noise": found.link_noise,
-        "stretch": found.stretch,
+        "comm_slowdown": found.comm_slowdown,
         "rehearsed": list(found.rehearsed),
-        "devices": [{"name": name, "drag": drag} for name, drag in zip(cluster.device_names, found.drag, strict=True)],
+        "devices": [
+            {"name": name, "compute_slowdown": part}
+            for name, part in zip(cluster.device_names, found.compute_slowdowns, strict=True)
+        ],
         "calls": [
             {
                 "kind": f"{cluster.kinds[line.kind].node}/{cluster.kinds[line.kind].name}",

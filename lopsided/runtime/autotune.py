@@ -33,8 +33,8 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.profiling.dry_run import Play, alone_s, together_s
 from lopsided.profiling.links import ControlGroup
-from lopsided.profiling.load import BackgroundLoad
 from lopsided.profiling.measure import undisturbed
+from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.topology import council_of
 from lopsided.runtime.agreement import from_first, in_group_order
 

@@ -19,7 +19,7 @@ messages. All it does is add and take maxima, and it remembers what was the maxi
     bytes on a kind           Σ_holdings bytes · (fraction_k or 1)               `MemoryRows.held`
 
 So a step is a convex function of the shares as long as messages keep their ways, and every path is a lower bound.
-Where sending drags on computing or is stretched by it, a walk is an approximation: it charges all of the drag when
+Where sending slows computing or is stretched by it, a walk is an approximation: it charges all of the slowdown when
 something is sent, and has it under way as if nobody computed. The timeline, which decides, knows better.
 """
 
@@ -156,7 +156,7 @@ class FoldedStep:
 
     def __init__(self, schedule: Schedule, network: Network) -> None:
         self.kinds = len(network.cluster.kinds)
-        self._network, self._drags = network, tuple(kind.drag for kind in network.cluster.kinds)
+        self._network, self._compute_slowdowns = network, tuple(kind.compute_slowdown for kind in network.cluster.kinds)
         self.events: list[tuple[str, int]] = []
         self._segments: dict[Segment, int] = {}
         self._messages: dict[Message, int] = {}
@@ -186,11 +186,11 @@ class FoldedStep:
     def _send(self, manner: str, transfers: Sequence[Transfer]) -> None:
         message = _message(transfers)
         self._add(manner, self._messages.setdefault(message, len(self._messages)))
-        if manner == _SEND and any(self._drags):
+        if manner == _SEND and any(self._compute_slowdowns):
             # In equal pieces: handling bytes takes what it takes, however unequal they are.
             alone_s = self._network.best(message.collective, message.size).seconds(message.size)
-            taken = alone_s * self._network.cluster.stretch
-            segment = Segment(tuple(taken * drag for drag in self._drags), ())
+            taken = alone_s * self._network.cluster.comm_slowdown
+            segment = Segment(tuple(taken * slowdown for slowdown in self._compute_slowdowns), ())
             self.events.append((_COMPUTE, self._segments.setdefault(segment, len(self._segments))))
 
     def _add_pass(self, items: Sequence[Item]) -> None:

@@ -24,12 +24,12 @@ from lopsided.schedule.flops import call_text
 from lopsided.schedule.layout import Compute, Transfer, lay_out
 
 
-def cluster_of(*, measured: tuple[Measured, ...] = (), overhead_s: float = 0.0, stretch: float = 1.0) -> Cluster:
+def cluster_of(*, measured: tuple[Measured, ...] = (), overhead_s: float = 0.0, comm_slowdown: float = 1.0) -> Cluster:
     kinds = tuple(
         Kind(name, "box", 1, 1, (("f32", flops),), 1e9, 2**34, 1e-6, "", measured, 0.0, overhead_s)
         for name, flops in (("fast", 4e8), ("slow", 2e8))
     )
-    return Cluster("two", "Made up.", kinds, Link(1e-5, 1e9), Link(1e-5, 1e9), stretch=stretch)
+    return Cluster("two", "Made up.", kinds, Link(1e-5, 1e9), Link(1e-5, 1e9), comm_slowdown=comm_slowdown)
 
 
 @cache
@@ -149,7 +149,7 @@ def test_collectives_are_scaled_way_by_way() -> None:
 
 def test_what_hid_behind_computing_was_stretched() -> None:
     """Twice as long, because devices computed beside it: that is not the link's fault."""
-    plan = plan_on(cluster_of(stretch=2.0))
+    plan = plan_on(cluster_of(comm_slowdown=2.0))
     again = fed_back(run_of(plan, times_as_long(1.0), talk=2.0, standing=0.0))
     for collective, way, link in again.collectives:
         said = next(w for w in Network(plan.on).ways(collective) if w.implementation == way)

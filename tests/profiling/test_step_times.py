@@ -24,18 +24,12 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import I, P, Placement, S, Shares
 from lopsided.models import zoo
-from lopsided.profiling import dry_run as rehearse
+from lopsided.profiling import dry_run
 from lopsided.profiling import op_times as measure_ops
-from lopsided.profiling import step_times as measure_rehearsal
-from lopsided.profiling import steps as room
 from lopsided.profiling.correction import CallCorrection, Rehearsed, corrected, correction_by
-from lopsided.profiling.dry_run import alone_s
-from lopsided.profiling.kinds import Found, Took
-from lopsided.profiling.links import ControlGroup
-from lopsided.profiling.measure import take_measurement
-from lopsided.profiling.op_times import Speeds, choose_jobs, distinct_calls, probe_calls
-from lopsided.profiling.step_times import (
+from lopsided.profiling.dry_run import (
     Rehearsal,
+    alone_s,
     expected,
     packing_of,
     predicted_s,
@@ -43,6 +37,10 @@ from lopsided.profiling.step_times import (
     prepared_alone,
     prepared_hiding,
 )
+from lopsided.profiling.kinds import Found, Took
+from lopsided.profiling.links import ControlGroup
+from lopsided.profiling.measure import take_measurement
+from lopsided.profiling.op_times import Speeds, choose_jobs, distinct_calls, probe_calls
 from lopsided.schedule.layout import BUCKET_BYTES
 
 CPU = torch.device("cpu")
@@ -303,7 +301,7 @@ def test_steps_run_on_random_leaves(name: str, rank: int) -> None:
 def test_a_graph_that_refuses_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsal = prepared(graph_of("gpt2"), measured(graph_of("gpt2")), 1e6)
     assert rehearsal is not None
-    monkeypatch.setattr(rehearse, "_below", lambda name, graph: 2**40)  # beyond every table
+    monkeypatch.setattr(dry_run, "_below", lambda name, graph: 2**40)  # beyond every table
     assert alone_s(rehearsal.play, 0, CPU, 0.0, time.perf_counter) is None
 
 
@@ -322,7 +320,7 @@ class Lookup(nn.Module):
 def test_indices_suit_all_who_use_them() -> None:
     graph = capture(Lookup(), {"x": torch.zeros(4, 3, dtype=torch.int64)})
     leaf = next(leaf for leaf in graph.leaves if leaf.kind == "input")
-    assert rehearse._below(leaf.value.name, graph) == 7
+    assert dry_run._below(leaf.value.name, graph) == 7
 
 
 # Together
@@ -330,17 +328,17 @@ def test_indices_suit_all_who_use_them() -> None:
 
 def take(graph: Graph, budget_s: float, refusing: int = -1) -> tuple[tuple[float, ...], Cluster]:
     """In a worker. One rank may refuse to rehearse. Tables are made up: nothing is left to chance."""
-    real = room.alone_s
+    real = dry_run.alone_s
     if dist.get_rank() == refusing:
-        room.alone_s = lambda *_: None
+        dry_run.alone_s = lambda *_: None
     times = 1.25 + 0.25 * dist.get_rank()
-    room.Rehearsed = lambda told, step_s: Rehearsed(told, told.rest_s + times * told.measured_s)
-    real_prepared = room.prepared
-    room.prepared = lambda graph, cluster, budget_s: real_prepared(graph, measured(graph), 1e6)
+    dry_run.Rehearsed = lambda told, step_s: Rehearsed(told, told.rest_s + times * told.measured_s)
+    real_prepared = dry_run.prepared
+    dry_run.prepared = lambda graph, cluster, budget_s: real_prepared(graph, measured(graph), 1e6)
     try:
         found = take_measurement(graph, CPU, budget_s=budget_s)
     finally:
-        room.alone_s, room.Rehearsed, room.prepared = real, Rehearsed, real_prepared
+        dry_run.alone_s, dry_run.Rehearsed, dry_run.prepared = real, Rehearsed, real_prepared
     return found.rehearsed, found.cluster
 
 
@@ -358,11 +356,11 @@ def test_a_busy_moment_does_not_make_all_calls_slower(monkeypatch: pytest.Monkey
     assert rehearsal is not None
     step_s = 2 * expected(rehearsal, 0).all_s
     now = {"slower": 1.15}
-    monkeypatch.setattr(room, "alone_s", lambda *_: now["slower"] * step_s)
-    looks = room.StepTimings(rehearsal, CPU, ControlGroup(None), 1.0, 1e6)
-    looks.take(room.LOOKS_BEFORE)
+    monkeypatch.setattr(dry_run, "alone_s", lambda *_: now["slower"] * step_s)
+    looks = dry_run.StepTimings(rehearsal, CPU, ControlGroup(None), 1.0, 1e6)
+    looks.take(dry_run.LOOKS_BEFORE)
     now["slower"] = 1.0
-    looks.take(room.LOOKS_AFTER)
+    looks.take(dry_run.LOOKS_AFTER)
     told = looks.tell([])
     assert told.ratios == (pytest.approx(Rehearsed(expected(rehearsal, 0), step_s).ratio, rel=1e-5),)
     assert len(told.corrections) == 1
@@ -377,10 +375,10 @@ def test_several_graphs_are_not_rehearsed() -> None:
 
 
 def test_hiding_is_rehearsed_in_bits_and_explained_by_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_rehearsal, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(dry_run, "_LEAST_BYTES", 1)
     graph = graph_of("gpt2")
     cluster = measured(graph)
-    slow = replace(cluster, within=Link(1e-6, 5e6), between=Link(1e-6, 5e6), stretch=2.0)
+    slow = replace(cluster, within=Link(1e-6, 5e6), between=Link(1e-6, 5e6), comm_slowdown=2.0)
     rehearsal = prepared(graph, cluster, 1e6)
     assert rehearsal is not None
     hiding = prepared_hiding(rehearsal, slow, 1e6)
