@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from lopsided.calibration.feedback import learnt
+from lopsided.calibration.feedback import calibrated_by
 from lopsided.calibration.run_record import load_run
 from lopsided.capturing.capture_graph import capture
 from lopsided.capturing.retype import in_dtype
@@ -136,7 +136,7 @@ def _named(cluster: Cluster, output: str) -> Cluster:
 
 
 def _feed_back(run_file: str, output: str, as_json: bool) -> None:
-    fed = learnt(load_run(run_file))
+    fed = calibrated_by(load_run(run_file))
     cluster = _named(fed.cluster, output)
     if output:
         write_text(output, cluster.text(), _CLUSTER_FILE)

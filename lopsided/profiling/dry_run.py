@@ -28,6 +28,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from lopsided.calibration.calibrate import DRY_RUN, Expected, ObservedCalls, Scope
+from lopsided.calibration.comparison import expected_calls, without_overhead
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link
@@ -46,20 +48,19 @@ from lopsided.ops.derive import derive_rules
 from lopsided.ops.op import Call
 from lopsided.planner.baselines import STATE, data_parallel, stored_cut
 from lopsided.planner.search_cost import SharePrices
-from lopsided.profiling.correction import CallCorrection, Expected, Rehearsed, correction_by
 from lopsided.profiling.kinds import RankHost
 from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.noise import BackgroundLoad, Stopwatch, wait_for
 from lopsided.profiling.op_times import REFUSED, drawn, indices_below
 from lopsided.profiling.overlap import contention_of, shared_chips
 from lopsided.profiling.topology import Topology
-from lopsided.schedule.cost import Costs, Scale, fitted_line, optimizer_named
-from lopsided.schedule.flops import call_texts
-from lopsided.schedule.layout import BUCKET_BYTES, Compute, Schedule, lay_out
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.layout import BUCKET_BYTES, Schedule, lay_out
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.timeline import run
 
-FEWEST = 3  # steps, after one to warm up
+# The fewest steps that a median is taken of, after one step to warm up.
+FEWEST = 3
 
 _LOOKUPS = ("embedding", "gather", "index", "scatter", "take_along_dim", "one_hot", "cross_entropy", "nll_loss")
 
@@ -180,10 +181,12 @@ def _below(name: str, graph: Graph) -> int:
 
 # What to run
 
-_ROOM = 1.2  # times what a step is predicted to hold
+# A step is rehearsed only where memory has 1.2 times what it is predicted to hold: allocators leave gaps.
+_ROOM = 1.2
 _SMALLER = (1, 2, 4)
 """As if there were so many times as many devices, where a piece of the batch is too large for the memory."""
-_KNOWN = 1 / 3  # of a step, at the least: what was measured answers for the rest
+# Measured calls must make up a third of a step's expected seconds; with less, a step says little about them.
+_KNOWN = 1 / 3
 _SLOW = Link(1.0, 1e6)
 """So that no op leaves the batch's cut for one that rounds a little better."""
 _MOST_PACKING, _HALVINGS = 1e5, 30
@@ -232,7 +235,7 @@ def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | Non
         if found is None or not all(_has_some(found, rank) for rank in range(found.cluster.devices)):
             return None
         if _fits(found):
-            everyone = [expected(found, rank) for rank in range(found.cluster.devices)]
+            everyone = [expected_calls(found, rank) for rank in range(found.cluster.devices)]
             known = all(one.measured_s > _KNOWN * one.all_s for one in everyone)
             return replace(found, smaller=smaller) if known and _in_time(everyone, budget_s) else None
     return None
@@ -245,7 +248,7 @@ def prepared_alone(rehearsal: Rehearsal, rank: int, budget_s: float) -> Rehearsa
     kind = rehearsal.kind_of(rank)
     alone = replace(rehearsal.cluster, kinds=(replace(kind, nodes=1, count=1),))
     found = _laid_out(rehearsal.book, alone)
-    return found if found is not None and _fits(found) and _in_time([expected(found, 0)], budget_s) else None
+    return found if found is not None and _fits(found) and _in_time([expected_calls(found, 0)], budget_s) else None
 
 
 def _laid_out(book: RuleBook, cluster: Cluster) -> Rehearsal | None:
@@ -255,8 +258,7 @@ def _laid_out(book: RuleBook, cluster: Cluster) -> Rehearsal | None:
     speeds = [kind.speed for kind in cluster.kinds for _ in range(kind.devices)]
     shares = Shares(tuple(speed / sum(speeds) for speed in speeds))
     costs = Costs(graph, cluster, optimizer_named("sgd"))
-    kinds = tuple(replace(kind, overhead_s=0.0) for kind in cluster.kinds)
-    bare = Costs(graph, replace(cluster, kinds=kinds), costs.optimizer)
+    bare = Costs(graph, without_overhead(cluster), costs.optimizer)
     try:
         # Alone an op is itself: it has nobody to talk with.
         program = (
@@ -285,42 +287,6 @@ def _has_some(rehearsal: Rehearsal, rank: int) -> bool:
     graph, placed = rehearsal.program.graph, dict(rehearsal.program.leaves)
     shards = [(placed[leaf.value.name], leaf.value.shape) for leaf in graph.leaves if placed[leaf.value.name].is_shard]
     return all(pieces_of(placement, shape, rehearsal.shares)[rank] for placement, shape in shards)
-
-
-# What tables say
-
-
-def expected(rehearsal: Rehearsal, rank: int) -> Expected:
-    cluster, graph = rehearsal.cluster, rehearsal.program.graph
-    number = rehearsal.number_of(rank)
-    tables = {entry.call: entry for entry in cluster.kinds[number].measured}
-    steps = {step.node.name: step for step in rehearsal.program.steps}
-
-    def fraction(item: Compute) -> float:
-        if item.cut is None:
-            return 1.0
-        by, length = item.cut
-        return rehearsal.shares.cut(length, by)[rank] / max(length, 1)
-
-    measured_s, scaling_s, calls, talking = 0.0, 0.0, 0, 0
-    for item in _passes(rehearsal.bare):
-        step = steps[item.node]
-        texts = call_texts(step.node, graph.values, step.rule.how)
-        entry = next((tables[text] for text in texts if text in tables), None)
-        points = () if entry is None else entry.backward if item.backward else entry.forward
-        if entry is None or not points:
-            continue
-        part = fraction(item)
-        measured_s += item.seconds[number].at(part)
-        scaling_s += fitted_line(points).slope * part
-        calls += 1
-        talking += entry.call != texts[-1]  # the last is the op by itself
-    all_s = sum(item.seconds[number].at(fraction(item)) for item in _passes(rehearsal.schedule))
-    return Expected(measured_s - scaling_s, scaling_s, all_s - measured_s, calls, talking)
-
-
-def _passes(schedule: Schedule) -> list[Compute]:
-    return [item for item in (*schedule.forward, *schedule.backward) if isinstance(item, Compute)]
 
 
 # All together
@@ -368,10 +334,15 @@ def predicted_s(rehearsal: Rehearsal, packing: float) -> float:
 
 # Looks at it
 
-REHEARSAL_PART, _AT_MOST = 0.10, 0.25  # of the budget: what a rehearsal should take, and may
-_HIDING_PART = 0.35  # beside it, at most, where steps are short
-LOOKS_BEFORE, LOOKS_AFTER = 2, 1  # links are measured: at every step that is rehearsed
-_LOOKS, _DISTURBED = LOOKS_BEFORE + LOOKS_AFTER, 1.1  # times the shortest is no look at it
+# The part of the profiling budget that rehearsed steps are given, and the most that they may take of it.
+REHEARSAL_PART, _AT_MOST = 0.10, 0.25
+# The most, in parts of the budget, that the step of all ranks together may take on top of it.
+_HIDING_PART = 0.35
+# How often each rehearsed step is timed before links are measured, and how often after that.
+LOOKS_BEFORE, LOOKS_AFTER = 2, 1
+_LOOKS = LOOKS_BEFORE + LOOKS_AFTER
+# A timing of more than 1.1 times the shortest one is left out of the mean: something else used the chip.
+_DISTURBED = 1.1
 
 
 def agreed(graph: Graph, cluster: Cluster, council: ControlGroup, budget_s: float) -> Rehearsal | None:
@@ -381,12 +352,11 @@ def agreed(graph: Graph, cluster: Cluster, council: ControlGroup, budget_s: floa
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurements:
-    """What whole steps tell of each rank: by what its calls are to be corrected to add up to them, how many times as
-    long its own step takes as its calls, and how many times as long as with all others at rest (0 where that was not
-    run). Nothing, unless all ranks know."""
+    """What whole steps tell of each rank: its own step and, where that was run, one with the whole batch, each beside
+    what tables say of it; and how many times as long as with all others at rest it took (0 where that was not run).
+    Nothing, unless all ranks know."""
 
-    corrections: tuple[CallCorrection, ...] = ()
-    ratios: tuple[float, ...] = ()
+    observed: tuple[ObservedCalls, ...] = ()
     contentions: tuple[float, ...] = ()
 
 
@@ -420,16 +390,19 @@ class StepTimings:
     def tell(self, seats: Sequence[RankHost]) -> StepMeasurements:
         """What they come to."""
         share_s, all_s = (_undisturbed_mean(seconds) for seconds in zip(*self._looks, strict=True))
-        with_share = Rehearsed(expected(self._share, self._seat), share_s) if share_s < math.inf else None
         whole = self._all if all_s < math.inf else None
-        with_all = Rehearsed(expected(whole, 0), all_s) if whole is not None else None
+        rank, mine = self._council.rank, list[ObservedCalls]()
+        if share_s < math.inf:
+            mine.append(ObservedCalls(rank, Scope.CALLS, expected_calls(self._share, self._seat), share_s))
+            if whole is not None:
+                mine.append(ObservedCalls(rank, Scope.CALLS, expected_calls(whole, 0), all_s))
         quiet_s = _with_others_at_rest(whole, self._device, self._council, seats, self._lasting_s)
         contention = contention_of([quiet_s], [all_s]) if quiet_s else 0.0
-        mine = None if with_share is None else correction_by(with_share, with_all)
-        told = (mine, 0.0 if with_share is None else round(with_share.ratio, 6), contention)
-        everyone = cast(list[tuple[CallCorrection | None, float, float]], self._council.hear(told))
-        corrections, ratios, contentions = zip(*everyone, strict=True)
-        return StepMeasurements(corrections, ratios, contentions) if None not in corrections else StepMeasurements()
+        everyone = cast(list[tuple[list[ObservedCalls], float]], self._council.hear((mine, contention)))
+        observed, contentions = zip(*everyone, strict=True)
+        if not all(steps and DRY_RUN.holds(steps[0]) for steps in observed):
+            return StepMeasurements()
+        return StepMeasurements(tuple(step for steps in observed for step in steps), contentions)
 
 
 def _with_others_at_rest(

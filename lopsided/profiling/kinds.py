@@ -12,7 +12,7 @@ import platform
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -89,7 +89,30 @@ def took(turns: Turns, wall_per_now: float = 1.0) -> Took:
     return Took(wall_per_now * typical(there), wall_per_now * typical(back) if back else None, statistics.fmean(noises))
 
 
+def with_table(found: Found, table: Sequence[Measured]) -> Found:
+    """What was found, with the seconds of a table that has been corrected. How noisy they are does not change."""
+    now = dict(found)
+    for entry in table:
+        backward = dict(entry.backward)
+        for fraction, seconds in entry.forward:
+            key = (entry.call, fraction)
+            now[key] = replace(found[key], forward_s=seconds, backward_s=backward.get(fraction))
+    return now
+
+
 # Kinds
+
+
+def rank_kinds(seats: Sequence[RankHost], found: Sequence[Found]) -> tuple[Kind, ...]:
+    """Every rank as a kind of its own, which has all that the rank measured."""
+    return tuple(
+        Kind(
+            *(f"rank{rank}", "host", 1, 1, seat.speeds.flops_per_s, seat.speeds.bytes_per_s, seat.memory_bytes),
+            seat.speeds.launch_s,
+            measured=tuple(_table([own], list(own))),
+        )
+        for rank, (seat, own) in enumerate(zip(seats, found, strict=True))
+    )
 
 
 def kinds_of(

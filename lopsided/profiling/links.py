@@ -43,14 +43,20 @@ TURNS = 2
 """Over all ways, so that a busy moment meets none of them twice."""
 
 _SIZES = tuple(2**power for power in (12, 17, 20, 22, 24, 26, 28))
-_FEWEST_SIZES = 4  # latency shows at the first, bytes per second at the last
+# Every way is timed at four sizes at least: latency shows at the smallest, bytes per second at the largest.
+_FEWEST_SIZES = 4
 _SKEWED_SIZES = (2**20, 2**22)
-_LOOKS = 3.5  # sizes of a way, in the mean
-_FEWEST, _MOST = 2, 40  # repeats in a turn
-_LONG_S, _TOO_LONG_S = 0.02, 0.2  # a size that takes so long shows the bytes per second well enough
-_MOST_S = 1.0  # nothing that would take longer is sent
+# How many sizes of a way are timed in a turn, in the mean; the time for one size is planned by it.
+_LOOKS = 3.5
+# The fewest and the most repeats of one size in a turn.
+_FEWEST, _MOST = 2, 40
+# A size that takes 20 ms shows the bytes per second, once four sizes are timed; one that takes 0.2 s, at once.
+_LONG_S, _TOO_LONG_S = 0.02, 0.2
+# Nothing is sent that would take longer than this, in seconds.
+_MOST_S = 1.0
 _SHAKES = 64
-_STEADY = 0.05  # no point is believed more than one that is off by so much
+# A point's relative error is taken to be 5 % at least: else one steady point would outweigh all others.
+_STEADY = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +330,8 @@ MOST_NODES = 8
 
 _PAIR_SIZES = (2**12, 2**18, 2**20)
 _PAIR_LOOKS = 4
-_SLOWER = 2.0  # times what the quickest pairs take
+# A pair of nodes has a link of its own if a message takes twice as long as between the quickest pair.
+_SLOWER = 2.0
 _TOLD_BYTES = 2**20
 
 

@@ -154,11 +154,16 @@ def _quotas(folder: Path) -> list[float]:
 ANEW = 0.04
 """By so much the same process, started anew, is faster or slower, however long it is looked at (docs/profiling.md)."""
 
-_STRAGGLES = 1.25  # times as long as the quickest of the same hardware
-_SCATTERS = 0.15  # between the quickest and the middle of repeats
-_DRIFTS = 0.08  # from the first turn to the last
-_OTHERS = 0.05  # of the processors' time
-_SHARED = 0.9  # of the time a process runs that has a processor to itself
+# A device is called a straggler if it takes 1.25 times as long as the quickest of the same hardware.
+_STRAGGLES = 1.25
+# Repeats are said to scatter if their median is 15 % above the quickest.
+_SCATTERS = 0.15
+# A device is said to drift if its last turn is 8 % off its first.
+_DRIFTS = 0.08
+# Others are mentioned if they used 5 % of a host's processor time.
+_OTHERS = 0.05
+# A process that runs less than 90 % of the time shares its processor: one that has it to itself runs longer.
+_SHARED = 0.9
 
 
 def typical(times: Sequence[float]) -> float:

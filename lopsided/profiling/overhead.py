@@ -111,8 +111,10 @@ FRACTIONS = (1 / 256, 1 / 16, 1.0)
 
 _CPU_BYTES, _GPU_BYTES = 2**25, 2**28
 _LEAST_BYTES = 2**22
-_SMALL = 4096  # elements
-_COPIES = 6  # of the parameters that may be in memory at once: gradients, state, and what a step makes in between
+# A small tensor, in elements: its update is mostly what does not grow with size.
+_SMALL = 4096
+# A step of an optimizer holds up to six times its parameters: gradients, state, and what it makes in between.
+_COPIES = 6
 _STEP = 1e-4
 
 _MAKERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -139,10 +139,14 @@ def _own_stream(device: torch.device) -> AbstractContextManager[object]:
 
 # Chips that are shared
 
-_SHORTEST_S = 0.05  # a turn
-_MOST_ROUNDS = 3  # longer turns tell more: in short ones a processor that is shared looks slower than it is
-_CALLS = 3  # different ones
-_RUNS = 4  # of a call in its part of a turn: to warm up, and to measure
+# The shortest turn, in seconds: longer than the slices in which a processor is shared out.
+_SHORTEST_S = 0.05
+# The most rounds; fewer and longer turns tell more, since in short ones a shared processor looks slower than it is.
+_MOST_ROUNDS = 3
+# How many different calls the work of a turn is made of, at most.
+_CALLS = 3
+# How often a call must fit into its part of a turn: once to warm up, the rest to measure.
+_RUNS = 4
 _REST_S = 1e-3
 
 

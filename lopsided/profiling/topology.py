@@ -28,10 +28,13 @@ from lopsided.profiling.op_times import Speeds
 from lopsided.profiling.overlap import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
 from lopsided.schedule.layout import BUCKET_BYTES
 
-BESIDE_PART, LINKS_PART = 0.07, 0.28  # of the budget
+# Parts of the budget: for computing beside sending, and for collectives.
+BESIDE_PART, LINKS_PART = 0.07, 0.28
 
-_PATIENCE_S = 300.0  # how long a rank waits for another that still measures
-_SKEWED = 1.25  # times the mean that the largest piece must have to tell what skew costs
+# How many seconds a rank waits for another that still measures.
+_PATIENCE_S = 300.0
+# The largest piece must be 1.25 times the mean one for a timing to tell what skew costs.
+_SKEWED = 1.25
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lopsided.calibration.feedback import Calibrated
+from lopsided.calibration.calibrate import Calibrated
 from lopsided.cluster.devices import Kind
 from lopsided.profiling.measure import Measurement, ProfileLine
 from lopsided.report.listing import bytes_text, seconds_text
