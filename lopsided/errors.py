@@ -22,6 +22,9 @@ LopsidedError                  what went wrong, where, and what to do about it
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class LopsidedError(Exception):
     """Says what happened; `where` points at a place, `do` says what to change.
@@ -112,4 +115,12 @@ def shown(value: object) -> str:
         text = f"{value:,}" if isinstance(value, float) else repr(value)
     except ValueError:  # Python does not print integers of more than some thousand digits.
         return "too long a number"
+    except RecursionError:
+        return "a list that nests too deep"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def close_words(word: str, words: Iterable[str]) -> str:
+    """A guess at what was meant, as the beginning of what to do; "" where no word is close."""
+    found = difflib.get_close_matches(word[:100], list(words), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(found)}? " if found else ""

@@ -14,9 +14,9 @@ ROOT = Path(lopsided.__file__).parent
 # The floor plan: every package imports only from packages before it.
 ORDER = (
     "errors",
+    "codec",
     "models",
     "cluster",
-    "codec",
     "ir",
     "capturing",
     "ops",

@@ -1,12 +1,15 @@
-"""Predicted against measured: a run held against its plan, line by line.
+"""Predicted against measured: steps that ran, held against the schedule they were priced by.
 
 In: a `Run`. Out: `Comparison`: the step, every device, class of op and collective, and memory, each predicted and
-measured; how far off the step is, and which line is to blame most.
+measured; how far off the step is, and which line is to blame most (`confront`). And what was observed beside what was
+expected, for `calibrate`: of every call and collective of a run (`observed_run`), of each device's part of a plan's
+step (`observed_parts`), and what tables say of a step that will be run (`expected_calls`). All that joins a schedule
+with what was recorded of it is here.
 
 Lines add up per device. A device computes ops (by class: the forward and backward seconds of all nodes with that op)
 and updates parameters. What lies around that has lines of its own: conversions (tensors cut, joined and packed to be
-sent) and what is between ops; where nobody measured them, a plan takes both to be free. What sending drags on computing
-is predicted as a line, and measured within the ops it drags on.
+sent) and what is between ops; where nobody measured them, a plan takes both to be free. By how much sending slows
+computing is predicted as a line, and measured within the ops that it slows.
 
 The k-th collective is the same one on every device; the device that came last waited least, so the shortest of their
 times is what the collective itself took.
@@ -18,7 +21,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
+from lopsided.calibration.calibrate import Expected, ObservedCalls, ObservedTransfers, Scope
 from lopsided.calibration.run_record import (
     BUCKETS,
     COMPUTE,
@@ -31,14 +36,17 @@ from lopsided.calibration.run_record import (
     StepRun,
 )
 from lopsided.cluster.cluster import Cluster
-from lopsided.cluster.collectives import COLLECTIVES
+from lopsided.cluster.collectives import COLLECTIVES, Network
+from lopsided.ir.placement import Shares
+from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.schedule import timeline
-from lopsided.schedule.cost import Costs, Cut, Scale, optimizer_named
+from lopsided.schedule.cost import Costs, Cut, Scale, fitted_line, optimizer_named
+from lopsided.schedule.flops import asks_others, call_text, call_texts
 from lopsided.schedule.pricing import Computed, PricedStep
 
 BETWEEN = "between ops"
-DRAG = "drag of sending"
+SLOWED = "slowed by sending"
 AROUND = (CONVERSIONS, BETWEEN)
 """What lies around ops; free in a plan for devices of which it was not measured."""
 
@@ -79,7 +87,7 @@ class Comparison:
     def worst(self) -> tuple[str, ComparisonLine]:
         """The line that is off by most seconds, and whose it is."""
         lines = [(device, line) for device, row in zip(self.devices, self.computed, strict=True) for line in row]
-        lines = [pair for pair in lines if pair[1].what != DRAG]
+        lines = [pair for pair in lines if pair[1].what != SLOWED]
         lines += [("network", line) for line in self.collectives]
         return max(lines, key=lambda pair: abs(pair[1].predicted - pair[1].measured))
 
@@ -103,7 +111,7 @@ def confront(run: Run) -> Comparison:
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
     priced = plan.priced(costs)
-    bare = Costs(plan.graph, _without_overhead(plan.on), optimizer_named(plan.optimizer))
+    bare = Costs(plan.graph, without_overhead(plan.on), optimizer_named(plan.optimizer))
     ops = plan.priced(bare)
     step = timeline.run(priced, costs.network, Scale(plan.on, plan.shares))
     classes = {node.name: op_class(node.op) for node in plan.graph.nodes}
@@ -152,14 +160,15 @@ class _Predicted:
     step: timeline.Timeline
 
 
-def _without_overhead(cluster: Cluster) -> Cluster:
+def without_overhead(cluster: Cluster) -> Cluster:
+    """The cluster as if nothing lay around ops."""
     return replace(cluster, kinds=tuple(replace(kind, overhead_s=0.0) for kind in cluster.kinds))
 
 
 def _device_lines(
     told: _Predicted, plan: Plan, number: int, device: DeviceRun, classes: dict[str, str]
 ) -> Iterator[ComparisonLine]:
-    kind = next(k for k, (start, stop) in enumerate(plan.on.spans) if start <= number < stop)
+    kind = _kind_number(plan.on, number)
     predicted: dict[str, float] = {}
     times: dict[str, int] = {}
     priced = told.priced
@@ -174,27 +183,39 @@ def _device_lines(
     all_s, ops_s = sum(map(seconds, priced.computes)), sum(predicted.values())
     predicted[BETWEEN] = min(plan.on.kinds[kind].overhead_s * len(priced.computes), all_s - ops_s)
     predicted[CONVERSIONS] = all_s - ops_s - predicted[BETWEEN]
-    # Of the largest device of its kind, as the simulation has it.
-    largest_s = sum(item.seconds[kind].at(f) for item, f in _largest(priced, plan, kind))
-    if (drag := told.step.lanes[kind].compute_s - largest_s) > 1e-9:
-        predicted[DRAG] = drag
-    predicted[OPTIMIZER] = sum(item.seconds[kind].at(fraction_of(plan, item.cut, number)) for item in priced.updates)
+    # The timeline has one lane a kind: that of its largest device.
+    scale = Scale(plan.on, plan.shares)
+    largest_s = sum(item.seconds[kind].at(scale.fractions(item.cut)[kind]) for item in priced.computes)
+    if (slowed_s := told.step.lanes[kind].compute_s - largest_s) > 1e-9:
+        predicted[SLOWED] = slowed_s
+    predicted[OPTIMIZER] = _updating_s(plan, priced, number)
     measured = measured_classes(device, classes)
     for what in {**predicted, **measured}:
         yield ComparisonLine(what, predicted.get(what, 0.0), measured.get(what, 0.0), times.get(what, 1))
 
 
-def _largest(priced: PricedStep, plan: Plan, kind: int) -> Iterator[tuple[Computed, float]]:
-    scale = Scale(plan.on, plan.shares)
-    return ((item, scale.fractions(item.cut)[kind]) for item in priced.computes)
+def _kind_number(cluster: Cluster, device: int) -> int:
+    return next(k for k, (start, stop) in enumerate(cluster.spans) if start <= device < stop)
 
 
-def fraction_of(plan: Plan, cut: Cut | None, number: int) -> float:
+def _updating_s(plan: Plan, priced: PricedStep, device: int) -> float:
+    kind = _kind_number(plan.on, device)
+    return sum(item.seconds[kind].at(fraction_of(plan, item.cut, device)) for item in priced.updates)
+
+
+class _Shared(Protocol):
+    """What has shares: a plan, or a step to rehearse."""
+
+    @property
+    def shares(self) -> Shares: ...
+
+
+def fraction_of(shared: _Shared, cut: Cut | None, number: int) -> float:
     """What part of a cut one device has; all of what is not cut."""
     if cut is None:
         return 1.0
     by, length = cut
-    return plan.shares.cut(length, by)[number] / max(length, 1)
+    return shared.shares.cut(length, by)[number] / max(length, 1)
 
 
 def measured_classes(device: DeviceRun, classes: dict[str, str]) -> dict[str, float]:
@@ -211,19 +232,6 @@ def measured_classes(device: DeviceRun, classes: dict[str, str]) -> dict[str, fl
         steps.append(totals)
     names = dict.fromkeys(what for totals in steps for what in totals)
     return {what: statistics.median(totals.get(what, 0.0) for totals in steps) for what in names}
-
-
-def median_by_node(device: DeviceRun) -> dict[str, float]:
-    """Median seconds of every computed span of a recorded step, by what it is called."""
-    found: dict[str, list[float]] = {}
-    for step in device.recorded:
-        totals: dict[str, float] = {}
-        for span in step.spans:
-            if span.lane == COMPUTE:
-                totals[span.what] = totals.get(span.what, 0.0) + span.seconds
-        for what, seconds in totals.items():
-            found.setdefault(what, []).append(seconds)
-    return {what: statistics.median(seconds) for what, seconds in found.items()}
 
 
 # What they send
@@ -294,3 +302,147 @@ def _collective_lines(run: Run, costs: Costs) -> Iterator[ComparisonLine]:
     for (collective, name), pairs in totals.items():
         predicted, measured = (sum(column) for column in zip(*pairs, strict=True))
         yield ComparisonLine(f"{collective}, {name}", predicted, measured, len(pairs))
+
+
+# What was observed, for `calibrate`
+
+
+class Step(_Shared, Protocol):
+    """A step to be run: its program and where it runs, priced as it is and as if nothing lay around ops."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def priced(self) -> PricedStep: ...
+    @property
+    def bare(self) -> PricedStep: ...
+
+
+def expected_calls(step: Step, device: int) -> Expected:
+    """What tables say of one device's pass there and back: its measured calls, and the rest."""
+    number = _kind_number(step.cluster, device)
+    tables = {entry.call: entry for entry in step.cluster.kinds[number].measured}
+    ops = {op.node.name: op for op in step.program.steps}
+    measured_s, scaling_s, calls, talking = 0.0, 0.0, 0, 0
+    for item in step.bare.computes:
+        op = ops[item.node]
+        texts = call_texts(op.node, step.program.graph.values, op.rule.how)
+        entry = next((tables[text] for text in texts if text in tables), None)
+        points = () if entry is None else entry.backward if item.backward else entry.forward
+        if entry is None or not points:
+            continue
+        part = fraction_of(step, item.cut, device)
+        measured_s += item.seconds[number].at(part)
+        scaling_s += fitted_line(points).slope * part
+        calls += 1
+        talking += asks_others(entry.call)
+    all_s = sum(item.seconds[number].at(fraction_of(step, item.cut, device)) for item in step.priced.computes)
+    return Expected(measured_s - scaling_s, scaling_s, all_s - measured_s, calls, talking)
+
+
+def computing_s(plan: Plan) -> tuple[float, ...]:
+    """What each device of a plan is predicted to compute in a pass there and back, in seconds."""
+    items = plan.priced(Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))).computes
+    return tuple(
+        sum(item.seconds[number].at(fraction_of(plan, item.cut, device)) for item in items)
+        for number, span in enumerate(plan.on.spans)
+        for device in range(*span)
+    )
+
+
+def observed_parts(plan: Plan, seconds: Sequence[float]) -> tuple[ObservedCalls, ...]:
+    """Of each kind: the mean of what its devices took for their parts of a step, of which nothing else is known."""
+    told, found = computing_s(plan), []
+    for number, (first, last) in enumerate(plan.on.spans):
+        was_s, is_s = (statistics.fmean(each[first:last]) for each in (told, seconds))
+        found.append(ObservedCalls(number, Scope.EVERYTHING, Expected(was_s, 0.0, 0.0, 1), is_s))
+    return tuple(found)
+
+
+def observed_run(run: Run) -> tuple[tuple[ObservedCalls, ...], tuple[ObservedTransfers, ...]]:
+    """The calls, updates and collectives of recorded steps, each beside what its plan said."""
+    costs = Costs(run.plan.graph, run.plan.on, optimizer_named(run.plan.optimizer))
+    calls = [one for number in range(len(run.plan.on.kinds)) for one in _observed_calls(run, costs, number)]
+    return tuple(calls), tuple(_observed_transfers(run, costs.network)) if run.plan.on.devices > 1 else ()
+
+
+def _observed_calls(run: Run, costs: Costs, number: int) -> Iterator[ObservedCalls]:
+    """Of one kind: the seconds of its devices in the mean, of all calls of one text and pass together."""
+    plan = run.plan
+    devices = range(*plan.on.spans[number])
+    medians = [_median_by_span(run.devices[device]) for device in devices]
+    around_s = plan.on.kinds[number].overhead_s
+    found: dict[tuple[str, bool], ObservedCalls] = {}
+    for step in plan.program.steps:
+        if not step.node.operands:
+            continue
+        cost = costs.op(step.node, step.rule)
+        text = call_text(step.node, plan.graph.values, step.rule.how)
+        for backward, priced, runs in ((False, cost.forward, cost.forwards), (True, cost.backward, 1)):
+            span = f"∂{step.node.name}" if backward else step.node.name
+            seen = [seconds for table in medians if (seconds := table.get(span))]
+            if len(seen) < len(medians):
+                continue
+            # What lies around a call is not the call's.
+            line = replace(priced[number], constant=max(priced[number].constant - around_s, 0.0))
+            was_s = statistics.fmean(runs * line.at(fraction_of(plan, cost.cut, device)) for device in devices)
+            is_s = max(statistics.fmean(seen) - runs * around_s, 0.0)
+            before = found.get((text, backward))
+            told = before.expected if before is not None else Expected(0.0, 0.0, 0.0, 0)
+            found[text, backward] = ObservedCalls(
+                number,
+                Scope.CALL,
+                replace(told, constant_s=told.constant_s + was_s, calls=told.calls + 1),
+                is_s + (before.seconds if before is not None else 0.0),
+                text,
+                backward,
+                before.line if before is not None else line,
+                before.is_cut if before is not None else cost.cut is not None,
+            )
+    yield from found.values()
+    whole = plan.priced(costs)
+    taken = [table[OPTIMIZER] for table in medians if table.get(OPTIMIZER)]
+    if whole.updates and len(taken) == len(medians):
+        was_s = statistics.fmean(_updating_s(plan, whole, device) for device in devices)
+        expected = Expected(was_s, 0.0, 0.0, 1)
+        yield ObservedCalls(number, Scope.UPDATES, expected, statistics.fmean(taken), plan.optimizer)
+
+
+def _median_by_span(device: DeviceRun) -> dict[str, float]:
+    """Median seconds of every computed span of a recorded step, by what it is called."""
+    found: dict[str, list[float]] = {}
+    for step in device.recorded:
+        totals: dict[str, float] = {}
+        for span in step.spans:
+            if span.lane == COMPUTE:
+                totals[span.what] = totals.get(span.what, 0.0) + span.seconds
+        for what, seconds in totals.items():
+            found.setdefault(what, []).append(seconds)
+    return {what: statistics.median(seconds) for what, seconds in found.items()}
+
+
+def _observed_transfers(run: Run, network: Network) -> Iterator[ObservedTransfers]:
+    """Of every way that the run took: seconds in a step. What hid behind computing is expected to take longer."""
+    slowdown = run.plan.on.comm_slowdown
+    totals: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    steps = [*zip(*(device.recorded for device in run.devices), strict=False)]
+    for step in steps:
+        rows = [[span for span in one.spans if span.lane == NETWORK] for one in step]
+        takes = [own_seconds(row) for row in rows]
+        for k, same in enumerate(zip(*rows, strict=False)):
+            span = of_all(same)
+            ways = network.ways(span.collective) if span.collective in COLLECTIVES else ()
+            way = next((way for way in ways if way.implementation == span.way), None)
+            if way is None:
+                continue
+            # The device that came last waited least.
+            seconds, device = min((row[k], device) for device, row in enumerate(takes))
+            standing = min(rows[device][k].waited_s / seconds, 1.0) if seconds else 1.0
+            expected_s = way.seconds(span.bytes, span.largest) * (1 + (slowdown - 1) * (1 - standing))
+            totals.setdefault((span.collective, span.way), []).append((expected_s, seconds))
+    for (collective, name), pairs in totals.items():
+        was_s, is_s = (sum(column) / len(steps) for column in zip(*pairs, strict=True))
+        if was_s > 0 and is_s > 0:
+            yield ObservedTransfers(collective, name, was_s, is_s)

@@ -1,22 +1,22 @@
-"""A plan's shares once more, by how long its devices really compute.
+"""During a start: a plan's shares once more, by how long its devices really compute.
 
 In: a `Plan`, and seconds that each of its devices took to compute its part of a step. Out: the plan with the shares
 that are best for devices of that pace, or None if these are the shares it has.
 
 Tables of a device are made of many calls, and what is wrong with all of them alike shows in a whole step only: then one
-device waits for the other in every step. Here that is one factor a kind. What was predicted of it is scaled, the linear
-program solved again, and the plan says what it is predicted to take by the new tables.
+device waits for the other in every step. Each device's part of a step is one observation (`observed_parts`), which
+corrects all that its kind computes by one factor (`calibrate`). Then the linear program is solved again, and the plan
+says what it is predicted to take by the new tables.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lopsided.calibration.comparison import fraction_of
-from lopsided.cluster.cluster import Cluster
+from lopsided.calibration.calibrate import OWN_PART, calibrate
+from lopsided.calibration.comparison import observed_parts
 from lopsided.errors import DoesNotFitError, PlanError
 from lopsided.ir.placement import Shares
 from lopsided.planner.balance import balance
@@ -27,18 +27,8 @@ from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.memory import holdings
 from lopsided.schedule.timeline import run
 
-_MOST = 4.0  # times as long or as short as predicted: beyond, what was run is not what was planned
-_WORTH = 0.99  # times the step with the shares there are: what gains less is not worth a change
-
-
-def computing_s(plan: Plan) -> tuple[float, ...]:
-    """What each device of a plan is predicted to compute in a pass there and back, in seconds."""
-    items = plan.priced(Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))).computes
-    return tuple(
-        sum(item.seconds[number].at(fraction_of(plan, item.cut, device)) for item in items)
-        for number, span in enumerate(plan.on.spans)
-        for device in range(*span)
-    )
+_WORTH = 0.99
+"""A step must take less than this part of what it takes with the shares there are; else the change is not worth it."""
 
 
 def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
@@ -50,18 +40,10 @@ def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
         )
     if len(plan.on.kinds) == 1 or not all(0 < one < math.inf for one in seconds):
         return None  # devices alike have equal shares already, and no time is no news
-    told = computing_s(plan)
-    times: dict[tuple[str, str], float] = {}
-    for kind, (first, last) in zip(plan.on.kinds, plan.on.spans, strict=True):
-        was, now = (statistics.fmean(each[first:last]) for each in (told, seconds))
-        times[kind.node, kind.name] = min(max(now / was, 1 / _MOST), _MOST) if was else 1.0
-
-    def paced(cluster: Cluster) -> Cluster:
-        """Devices that the plan leaves out are as they were."""
-        kinds = tuple(kind.taking(times.get((kind.node, kind.name), 1.0)) for kind in cluster.kinds)
-        return replace(cluster, kinds=kinds)
-
-    on, cluster, kept = paced(plan.on), paced(plan.cluster), optimizer_named(plan.optimizer)
+    observed = observed_parts(plan, seconds)
+    found = calibrate(plan.on, observed, limits=OWN_PART)
+    on, kept = found.cluster, optimizer_named(plan.optimizer)
+    cluster = calibrate(plan.cluster, observed, ran_on=plan.on, limits=OWN_PART).cluster
     costs = Costs(plan.graph, on, kept)
     priced = plan.priced(costs)
 
@@ -86,7 +68,8 @@ def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
         return None
     how = (plan.optimizer, plan.regather, plan.bucket_bytes)
     step_s, breakdown, memory = predict(plan.program, shares, on, *how)
-    paces = ", ".join(f"{node}/{name} {factor:.2f}" for (node, name), factor in times.items())
+    told = zip(plan.on.kinds, found.corrections, strict=True)
+    paces = ", ".join(f"{kind.node}/{kind.name} {one.factor:.2f}" for kind, one in told)
     note = f"shares are balanced by what devices took, times what was predicted: {paces}"
     return replace(
         plan,

@@ -15,15 +15,34 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
-from lopsided.codec import Fields, FileKind, parse_fields, read_text, write_text, written
+from lopsided.codec import (
+    FileKind,
+    Key,
+    Line,
+    Lines,
+    Place,
+    Seconds,
+    Whole,
+    encode,
+    json_text,
+    lines_of,
+    parse_json,
+    read_text,
+    write_text,
+)
 from lopsided.errors import RunError
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 
 FORMAT, VERSION = "lopsided-run", 1
 RUN_FILE = FileKind(
-    RunError, "run", "`lopsided train --report run.json` and `lopsided run --report run.json` write one"
+    RunError,
+    "run",
+    "`lopsided train --report run.json` and `lopsided run --report run.json` write one",
+    format=FORMAT,
+    version=VERSION,
 )
 
 COMPUTE, NETWORK = "compute", "network"
@@ -55,19 +74,51 @@ class Span:
         return self.end_s - self.start_s
 
 
+def _row(span: Span) -> str:
+    """A span as a row of its fields: there are thousands."""
+    fields = (f"{span.start_s:.7f}", f"{span.end_s:.7f}", span.lane, span.collective or "-", span.way or "-")
+    return " ".join((*fields, str(span.bytes), f"{span.largest:.6g}", f"{span.waited_s:.7f}", span.what + _item(span)))
+
+
+_ITEM = " | "
+"""Between what a span is, to be read, and the id of its item."""
+
+
+def _item(span: Span) -> str:
+    return f"{_ITEM}{span.item}" if span.item else ""
+
+
+def _read_row(value: object, place: Place) -> Span:
+    row: str = place.read(Line, value)
+    parts = row.split(" ", 8)
+    try:
+        start_s, end_s, largest, waited_s = (float(parts[k]) for k in (0, 1, 6, 7))
+        lane, collective, way = (parts[k] for k in (2, 3, 4))
+        what, _, item = parts[8].partition(_ITEM)
+        size = int(parts[5])
+        if lane not in (COMPUTE, NETWORK):
+            raise ValueError
+    except (IndexError, ValueError):
+        raise place.refuse(f"a span reads {row[:80]!r}", "run it anew") from None
+    if not all(0 <= number < 1e15 for number in (start_s, end_s - start_s, largest, waited_s, size)):
+        raise place.refuse(f"a span reads {row[:80]!r}", "run it anew")
+    collective, way = ("" if word == "-" else word for word in (collective, way))
+    return Span(lane, what, start_s, end_s, collective, way, size, largest, waited_s, item)
+
+
 @dataclass(frozen=True, slots=True)
 class StepRun:
     """One step of one device; `spans` only where it was recorded."""
 
-    seconds: float
-    spans: tuple[Span, ...] = ()
+    seconds: Seconds
+    spans: tuple[Annotated[Span, Key(read=_read_row, write=_row)], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRun:
-    device: str
-    hardware: str
-    peak_bytes: int  # 0: not known
+    device: Line
+    hardware: Line
+    peak_bytes: Whole  # 0: not known
     steps: tuple[StepRun, ...]
 
     @property
@@ -104,6 +155,18 @@ class Run:
         return (high - low) / 2 / self.step_s if self.step_s else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunFile:
+    """What is in a file, in its order."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    model: Line
+    torch: Line
+    devices: tuple[DeviceRun, ...]
+    plan: Lines
+
+
 def save_run(run: Run, path: str | Path) -> None:
     write_text(path, run_text(run), RUN_FILE)
 
@@ -113,90 +176,20 @@ def load_run(path: str | Path, namespaces: Collection[str] = ()) -> Run:
     return parse_run(read_text(path, RUN_FILE), str(path), namespaces)
 
 
-# Text. A span is a row of its fields, in order: there are thousands.
-
-
 def run_text(run: Run) -> str:
-    told = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": run.model,
-        "torch": run.torch,
-        "devices": [
-            {
-                "device": one.device,
-                "hardware": one.hardware,
-                "peak_bytes": one.peak_bytes,
-                "steps": [
-                    {"seconds": step.seconds, "spans": [_row(span) for span in step.spans]} for step in one.steps
-                ],
-            }
-            for one in run.devices
-        ],
-        "plan": plan_text(run.plan).removesuffix("\n").split("\n"),
-    }
-    return written(told) + "\n"
-
-
-def _row(span: Span) -> str:
-    fields = (f"{span.start_s:.7f}", f"{span.end_s:.7f}", span.lane, span.collective or "-", span.way or "-")
-    return " ".join((*fields, str(span.bytes), f"{span.largest:.6g}", f"{span.waited_s:.7f}", _named(span)))
-
-
-def _named(span: Span) -> str:
-    """What it is, and behind a tab the id of its item: either may have spaces."""
-    return f"{span.what}\t{span.item}" if span.item else span.what
+    file = _RunFile(model=run.model, torch=run.torch, devices=run.devices, plan=lines_of(plan_text(run.plan)))
+    return json_text(encode(file)) + "\n"
 
 
 def parse_run(text: str, where: str = "run", namespaces: Collection[str] = ()) -> Run:
-    root = parse_fields(text, where, RUN_FILE)
-    if root.items.get("format") != FORMAT:
-        raise root.refuse(f'this is not a run: its "format" is not "{FORMAT}"', RUN_FILE.made_by)
-    if root.whole("version") != VERSION:
-        raise root.refuse(f"there is no version {root.whole('version')} of the format", "update lopsided, or run anew")
-    root.has_only(("format", "version", "model", "torch", "devices", "plan"))
-    plan = parse_plan("\n".join(root.lines("plan")) + "\n", f'{where}, "plan"', namespaces)
-    devices = tuple(_device(each) for each in root.parts("devices"))
-    if tuple(device.device for device in devices) != plan.devices:
+    root = Place(RUN_FILE, where)
+    file = parse_json(_RunFile, text, root)
+    plan = parse_plan("\n".join(file.plan) + "\n", f'{where}, "plan"', namespaces)
+    if tuple(device.device for device in file.devices) != plan.devices:
         raise root.refuse('"devices" are not those of its plan, in their order', "run it anew")
-    if len({len(device.steps) for device in devices}) != 1 or not devices[0].steps:
+    if len({len(device.steps) for device in file.devices}) != 1 or not file.devices[0].steps:
         raise root.refuse('"devices" have different numbers of steps, or none', "run it anew")
-    run = Run(root.text("model"), root.text("torch"), plan, devices)
+    run = Run(file.model, file.torch, plan, file.devices)
     if not run.timed_s:
         raise root.refuse("no step was timed alone", "run it anew")
     return run
-
-
-def _device(table: Fields) -> DeviceRun:
-    table.has_only(("device", "hardware", "peak_bytes", "steps"))
-    steps = []
-    for step in table.parts("steps"):
-        step.has_only(("seconds", "spans"))
-        steps.append(StepRun(step.seconds("seconds"), tuple(_span(row, step) for row in step.texts("spans"))))
-    return DeviceRun(table.text("device"), table.text("hardware"), table.whole("peak_bytes"), tuple(steps))
-
-
-def _span(row: str, step: Fields) -> Span:
-    parts = row.split(" ", 8)
-    try:
-        start_s, end_s, largest, waited_s = (float(parts[k]) for k in (0, 1, 6, 7))
-        size = int(parts[5])
-        lane, collective, way, named = (parts[k] for k in (2, 3, 4, 8))
-        what, _, item = named.partition("\t")
-    except (IndexError, ValueError):
-        raise step.refuse(f"a span reads {row[:80]!r}", "run it anew") from None
-    numbers = (start_s, end_s - start_s, largest, waited_s, size)
-    if lane not in (COMPUTE, NETWORK) or not all(0 <= number < 1e15 for number in numbers):
-        raise step.refuse(f"a span reads {row[:80]!r}", "run it anew")
-    return Span(
-        lane,
-        what,
-        start_s,
-        end_s,
-        "" if collective == "-" else collective,
-        "" if way == "-" else way,
-        size,
-        largest,
-        waited_s,
-        item,
-    )

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from lopsided.calibration.feedback import learnt
+from lopsided.calibration.feedback import calibrated_by
 from lopsided.calibration.run_record import load_run
 from lopsided.capturing.capture_graph import capture
 from lopsided.capturing.retype import in_dtype
@@ -139,7 +139,7 @@ def _written(cluster: Cluster, output: str) -> Cluster:
 
 
 def _feed_back(run_file: str, output: str, as_json: bool) -> None:
-    fed = learnt(load_run(run_file))
+    fed = calibrated_by(load_run(run_file))
     cluster = _written(fed.cluster, output)
     table = correction_table(fed)
     if as_json:

@@ -26,7 +26,7 @@ from lopsided.models.by_name import load
 from lopsided.planner.plan_file import load_plan
 from lopsided.report.table import Cell, Column, Row, Table, records, text_lines
 from lopsided.runtime.agreement import PLAN_VARIABLE
-from lopsided.runtime.checkpoint.convert import convert
+from lopsided.runtime.checkpoint.checkpoint import convert
 from lopsided.runtime.launch import launch_words, start, torchrun_options
 from lopsided.runtime.recording import RECORD_VARIABLE
 from lopsided.verification.on_processes import (

@@ -1,6 +1,6 @@
 """What a model is trained on: kinds of devices, the nodes they sit in, the links between them.
 
-In: plain values. Out: `Cluster`, which prints as TOML and loads back equal (`clusterfile.py`).
+In: plain values. Out: `Cluster`, which prints as TOML and loads back equal (`cluster_file.py`).
 
 The one idea: devices that are alike are one *kind*, written once, so a cluster of a thousand devices is as small as one
 of eight. A kind is found `count` times in each of `nodes` nodes; kinds with the same node name share those nodes.
@@ -25,26 +25,22 @@ of eight. A kind is found `count` times in each of `nodes` nodes; kinds with the
     [collectives.all_gather]                       # where measured: seconds = latency + bytes of the whole / (bytes/s)
     padded = { latency_s = 2e-4, bytes_per_s = 8.2e8 }
 
-What else may be given: `overhead_s` of devices (what their processes take around every op and conversion, forward or
-backward, beside the op itself), `drag` (what part of their computing stands still while something is sent behind it),
-`stretch` (how many times as long what is sent behind computing takes), `packing` (how many times as long as reading and
-writing what is sent once it takes to put it together and apart), `skew` of a collective (the part of its seconds a byte
-that grows with the largest piece), `crowding` of devices that share a chip, and links between two nodes that are not as
-fast as the others:
+What else may be given: `compute_slowdown`, `overhead_s` and `contention` of devices, `skew` of a collective,
+`comm_slowdown` and `packing` of the whole, which `coefficients.py` explains; and links between two nodes that are not
+as fast as the others:
 
     [[links.pair]]
     nodes = ["big-1", "small"]
     latency_s = 1e-3
     bytes_per_s = 2.5e7
 
-A device is described as it is when all n devices of its node work. With a `crowding` of c, what then takes t seconds
+A device is described as it is when all n devices of its node work. With a `contention` of c, what then takes t seconds
 takes t / c alone, and t / c · (1 + (c − 1) · (m − 1) / (n − 1)) when m of them work (`Kind.with_fewer`): so it is in a
-smaller cluster, which has that last factor for its crowding.
+smaller cluster, which has that last factor for its contention.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections import Counter
@@ -53,9 +49,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from lopsided.cluster.coefficients import CLUSTER, check_coefficients, coefficient_items
 from lopsided.cluster.devices import (
     MOST_DEVICES,
-    check_between,
     check_name,
     check_words,
     kind_lines,
@@ -65,9 +61,8 @@ from lopsided.cluster.devices import (
 from lopsided.cluster.devices import Kind as Kind
 from lopsided.cluster.devices import Link as Link
 from lopsided.cluster.devices import Measured as Measured
-from lopsided.errors import ClusterError, shown
+from lopsided.errors import ClusterError, close_words, shown
 
-LEAST_STRETCH, MOST_STRETCH = 0.1, 100.0
 # What can be measured of each collective. Others are put together from these (see collectives.py).
 MEASURABLE: dict[str, tuple[str, ...]] = {
     "all_reduce": ("ring",),
@@ -75,11 +70,6 @@ MEASURABLE: dict[str, tuple[str, ...]] = {
     "reduce_scatter": ("padded", "grouped", "all_to_all"),
     "all_to_all": ("direct",),
 }
-
-
-def close_words(word: str, words: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word[:100], list(words), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(found)}? " if found else ""
 
 
 def _node_names(node: str, nodes: int) -> list[str]:
@@ -91,9 +81,7 @@ class Cluster:
     """Kinds of devices and the links between them. Devices are numbered kind by kind, in a kind node by node.
 
     `collectives` holds what was measured: (collective, implementation, latency and bytes/s of the whole tensor).
-    `pairs` are links between two nodes that are unlike `between`. `stretch` is how many times as long a transfer takes
-    when devices compute beside it; less than once, where one begins while another is under way. `packing` is how many
-    times as long as reading and writing it once it takes to put together what is sent, and to put it in its place.
+    `pairs` are links between two nodes that are unlike `between`. What its numbers mean: `coefficients.py`.
     """
 
     name: str
@@ -103,7 +91,7 @@ class Cluster:
     between: Link
     collectives: tuple[tuple[str, str, Link], ...] = ()
     pairs: tuple[tuple[str, str, Link], ...] = ()
-    stretch: float = 1.0
+    comm_slowdown: float = 1.0
     packing: float = 1.0
 
     def __post_init__(self) -> None:
@@ -140,8 +128,7 @@ class Cluster:
         if len({entry[:2] for entry in self.collectives}) < len(self.collectives):
             raise ClusterError("a collective was measured twice", where=where, do="keep one of its entries")
         self._check_pairs(where)
-        check_between(self.stretch, LEAST_STRETCH, MOST_STRETCH, "stretch", where)
-        check_between(self.packing, 1, 1e6, "packing", where)
+        check_coefficients(CLUSTER, self, where)
         # One order, so that equal clusters are equal however they were written.
         object.__setattr__(self, "collectives", tuple(sorted(self.collectives, key=lambda entry: entry[:2])))
 
@@ -241,10 +228,10 @@ class Cluster:
         links = [[float(x.latency_s), float(x.bytes_per_s)] for x in (self.within, self.between)]
         measured = [[c, i, float(x.latency_s), float(x.bytes_per_s)] for c, i, x in self.collectives]
         facts: list[object] = [kinds, links, measured]
-        if self.pairs or self.stretch != 1 or any(x.skew is not None for _, _, x in self.collectives):
+        if self.pairs or self.comm_slowdown != 1 or any(x.skew is not None for _, _, x in self.collectives):
             place = {name: k for k, name in enumerate(self.node_names)}
             pairs = sorted([*sorted([place[a], place[b]]), x.latency_s, x.bytes_per_s] for a, b, x in self.pairs)
-            facts += [pairs, self.stretch, [x.skew for _, _, x in self.collectives]]
+            facts += [pairs, self.comm_slowdown, [x.skew for _, _, x in self.collectives]]
         if self.packing != 1:
             facts.append(self.packing)
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -311,8 +298,7 @@ class Cluster:
             raise ClusterError(
                 f"without {gone} no device is left", where=f"cluster {shown(self.name)}", do="keep at least one device"
             )
-        left = Cluster(self.name, self.about, tuple(kinds), self.within, self.between)
-        left = replace(left, stretch=self.stretch, packing=self.packing)
+        left = replace(self, kinds=tuple(kinds), collectives=(), pairs=())
         names = {*left.node_names} if self.pairs else set()
         pairs = tuple(pair for pair in self.pairs if {*pair[:2]} <= names)
         left = replace(left, pairs=pairs)
@@ -365,10 +351,7 @@ class Cluster:
         lines = [f"name = {quoted(self.name)}"]
         if self.about:
             lines.append(f"about = {quoted(self.about)}")
-        if self.stretch != 1:
-            lines.append(f"stretch = {float(self.stretch)!r}")
-        if self.packing != 1:
-            lines.append(f"packing = {float(self.packing)!r}")
+        lines += coefficient_items(CLUSTER, self)
         for kind in self.kinds:
             lines += ["", *kind_lines(kind)]
         for name, link in (("within", self.within), ("between", self.between)):

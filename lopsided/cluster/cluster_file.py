@@ -1,245 +1,172 @@
 """Clusters from TOML: files, presets and texts, which may come from strangers.
 
 In: a preset's name, a path or a text (`docs/clusters.md` describes the format, `cluster.py` gives an example). Out: a
-`Cluster`, or a `ClusterError` that says what is wrong, where, and what to write instead. Every key, type and range is
-checked, here and in the types themselves.
+`Cluster`, or a `ClusterError` that says what is wrong, where, and what to write instead. The classes below are the
+tables of such a file; keys and types are checked by `codec`, ranges by `Kind`, `Link` and `Cluster` themselves.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated
 
-from lopsided.cluster.cluster import MEASURABLE, Cluster, close_words
-from lopsided.cluster.devices import SPEED_DTYPES, Kind, Link, Measured, Points, check_between
-from lopsided.errors import ClusterError, shown
+from lopsided.cluster.cluster import MEASURABLE, Cluster
+from lopsided.cluster.coefficients import CLUSTER, KIND, coefficient
+from lopsided.cluster.devices import SPEED_DTYPES, Kind, Link
+from lopsided.codec import FileKind, Key, Place, parse_toml, read_text
+from lopsided.errors import ClusterError, close_words, shown
 
-MOST_BYTES_OF_A_FILE = 16 * 2**20
 PRESETS = Path(__file__).parent / "presets"
+CLUSTER_FILE = FileKind(
+    ClusterError,
+    "cluster",
+    "docs/clusters.md describes the format; `lopsided clusters NAME` prints a preset to copy and change",
+    toml=True,
+    most_bytes=16 * 2**20,
+)
 
 _UNITS = (
     {"B": 1}
     | {f"{p}B": 1000**k for k, p in enumerate("kMGT", 1)}
     | {f"{p}iB": 1024**k for k, p in enumerate("KMGT", 1)}
 )
+_Speeds = tuple[tuple[str, float], ...]
+_Measurements = tuple[tuple[str, str, Link], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """A TOML table and where it is. Knows types and keys; ranges are the types' own business."""
-
-    items: Mapping[str, object]
-    where: str
-
-    def refuse(self, what: str, do: str) -> ClusterError:
-        return ClusterError(what, where=self.where, do=do)
-
-    def allow(self, *keys: str) -> None:
-        for key in self.items:
-            if key not in keys:
-                raise self.refuse(f"{shown(key)} is not known here", f"{close_words(key, keys)}use {', '.join(keys)}")
-
-    def need(self, key: str, example: str) -> object:
-        if key not in self.items:
-            raise self.refuse(f"{key} is missing", f"add {key} = {example}")
-        return self.items[key]
-
-    def wrong(self, key: str, value: object, example: str) -> ClusterError:
-        return self.refuse(f"{key} is {shown(value)}", f"write it like {key} = {example}")
-
-    def text(self, key: str, example: str, default: str | None = None) -> str:
-        value = self.items.get(key, default) if default is not None else self.need(key, example)
-        if not isinstance(value, str):
-            raise self.wrong(key, value, example)
-        return value
-
-    def number(self, key: str, example: str, default: float | None = None) -> float:
-        value = self.items.get(key, default) if default is not None else self.need(key, example)
-        return self.as_number(key, value, example)
-
-    def as_number(self, key: str, value: object, example: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(key, value, example)
-        try:
-            return float(value)
-        except OverflowError:
-            raise self.wrong(key, value, example) from None
-
-    def whole(self, key: str, default: int) -> int:
-        value = self.items.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.wrong(key, value, str(default))
-        return value
-
-    def table(self, key: str, example: str) -> _Table:
-        value = self.need(key, example)
-        if not isinstance(value, dict):
-            raise self.wrong(key, value, example)
-        return _Table(value, f"{self.where}, {key}")
-
-    def tables(self, key: str, example: str) -> list[_Table]:
-        value = self.items.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise self.refuse(f"{key} is {shown(value)}", f"write {example}")
-        return [_Table(item, f"{self.where}, {key} {k}") for k, item in enumerate(value, 1)]
-
-    @contextmanager
-    def located(self) -> Iterator[None]:
-        """What the types refuse, with the place in the file."""
-        try:
-            yield
-        except ClusterError as error:
-            raise ClusterError(error.what, where=self.where, do=error.do) from None
-
-
-def _read_memory(table: _Table) -> int:
-    value = table.need("memory", '"16 GiB"')
+def _read_memory(value: object, place: Place) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?) ?([kKMGT]?i?B)", value, re.ASCII)
         if not match or match[2] not in _UNITS:
-            raise table.refuse(f"memory is {shown(value)}", f'write it like "16 GiB"; units are {", ".join(_UNITS)}')
+            raise place.refuse(f"memory is {shown(value)}", f'write it like "16 GiB"; units are {", ".join(_UNITS)}')
         whole, _, decimals = match[1].partition(".")
         return int(int(whole + decimals) * _UNITS[match[2]] // 10 ** len(decimals))
-    number = table.as_number("memory", value, '"16 GiB"')
+    number: float = place.read(float, value)
     if not number.is_integer():
-        raise table.wrong("memory", value, '"16 GiB"')
+        raise place.wrong(value, "a whole number")
     # Not by way of the float: it has 53 bits only.
-    return int(value) if isinstance(value, int) else int(number)
+    return value if isinstance(value, int) else int(number)
 
 
-def _read_speeds(table: _Table) -> tuple[tuple[str, float], ...]:
-    example = "{ f32 = 15.7e12 }"
-    value = table.need("flops_per_s", example)
-    efficiency = table.number("efficiency", "0.5", 1.0)
-    check_between(efficiency, 1e-6, 1, "efficiency", table.where)
+def _read_speeds(value: object, place: Place) -> _Speeds:
     if not isinstance(value, dict):
-        return (("f32", table.as_number("flops_per_s", value, example) * efficiency),)
-    speeds = table.table("flops_per_s", example)
-    speeds.allow(*SPEED_DTYPES)
-    return tuple((dtype, speeds.number(dtype, "15.7e12") * efficiency) for dtype in speeds.items)
+        return (("f32", place.read(float, value)),)
+    return tuple(place.read_table(SPEED_DTYPES, float, value).items())
 
 
-def _read_points(table: _Table, key: str) -> Points:
-    example = "[[1.0, 3.1e-3], [0.5, 1.6e-3]]"
-    value = table.items.get(key, [])
-    if not isinstance(value, list):
-        raise table.wrong(key, value, example)
-    points = []
-    for point in value:
-        if not isinstance(point, list) or len(point) != 2:
-            raise table.wrong(key, point, example)
-        points.append((table.as_number(key, point[0], example), table.as_number(key, point[1], example)))
-    return tuple(points)
+def _read_collectives(value: object, place: Place) -> _Measurements:
+    found = []
+    for collective, algorithms in place.read_table(tuple(MEASURABLE), object, value).items():
+        table = replace(place.inside(), key=collective)
+        links = table.read_table(MEASURABLE[collective], Link, algorithms)
+        found += [(collective, algorithm, link) for algorithm, link in links.items()]
+    return tuple(found)
 
 
-def _read_measured(table: _Table) -> Measured:
-    table.allow("call", "forward", "backward")
-    call = table.text("call", '"aten.linear.default(f32[32, 768], f32[768, 768])"')
-    forward, backward = _read_points(table, "forward"), _read_points(table, "backward")
-    with table.located():
-        return Measured(call, forward, backward)
+def _renamed(owner: str, name: str) -> Key:
+    """A coefficient whose key of before is still read."""
+    return Key(was=(coefficient(owner, name).formerly,))
 
 
-def _read_kind(table: _Table) -> Kind:
-    table.allow(
-        *("name", "node", "nodes", "count", "flops_per_s", "efficiency", "bytes_per_s", "memory", "launch_s", "source"),
-        *("measured", "drag", "overhead_s", "crowding"),
-    )
-    name = table.text("name", '"v100"')
-    table = replace(table, where=f"{table.where} ({shown(name)})")
-    node, source = table.text("node", '"box"'), table.text("source", '"the datasheet"', "")
-    nodes, count = table.whole("nodes", 1), table.whole("count", 1)
-    speeds, memory = _read_speeds(table), _read_memory(table)
-    bytes_per_s, launch_s = table.number("bytes_per_s", "900e9"), table.number("launch_s", "8e-6", 8e-6)
-    drag, overhead_s = table.number("drag", "0.2", 0.0), table.number("overhead_s", "2e-5", 0.0)
-    crowding = table.number("crowding", "1.3", 1.0)
-    measured = tuple(_read_measured(entry) for entry in table.tables("measured", "[[devices.measured]] tables"))
-    with table.located():
-        return Kind(
-            *(name, node, nodes, count, speeds, bytes_per_s, memory, launch_s, source, measured, drag, overhead_s),
-            crowding=crowding,
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Devices(Kind):
+    """A [[devices]] table: a kind of devices, of which a file may leave something out or write it in words."""
+
+    name: Annotated[str, Key(example='"v100"')]
+    node: Annotated[str, Key(example='"box"')]
+    nodes: int = 1
+    count: int = 1
+    flops_per_s: Annotated[_Speeds, Key(read=_read_speeds, example="{ f32 = 15.7e12 }")]
+    bytes_per_s: Annotated[float, Key(example="900e9")]
+    memory_bytes: Annotated[int, Key("memory", read=_read_memory, example='"16 GiB"')]
+    launch_s: float = 8e-6
+    compute_slowdown: Annotated[float, _renamed(KIND, "compute_slowdown")] = 0.0
+    contention: Annotated[float, _renamed(KIND, "contention")] = 1.0
+    efficiency: Annotated[float, Key(least=1e-6, most=1)] = 1.0
+
+    @property
+    def kind(self) -> Kind:
+        given = {field.name: getattr(self, field.name) for field in fields(Kind)}
+        reached = tuple((dtype, flops * self.efficiency) for dtype, flops in self.flops_per_s)
+        return Kind(**given | {"flops_per_s": reached})
 
 
-def _read_link(table: _Table, *more: str) -> Link:
-    table.allow("latency_s", "bytes_per_s", *more)
-    latency_s, bytes_per_s = table.number("latency_s", "1e-5"), table.number("bytes_per_s", "12.5e9")
-    skew = table.number("skew", "0.5") if "skew" in table.items else None
-    with table.located():
-        return Link(latency_s, bytes_per_s, skew)
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    """A table of [links]: only measured collectives have a skew."""
+
+    latency_s: Annotated[float, Key(example="1e-5")]
+    bytes_per_s: Annotated[float, Key(example="12.5e9")]
+
+    def __post_init__(self) -> None:
+        Link(self.latency_s, self.bytes_per_s)
+
+    @property
+    def link(self) -> Link:
+        return Link(self.latency_s, self.bytes_per_s)
 
 
-def _read_pairs(root: _Table) -> tuple[tuple[str, str, Link], ...]:
-    if "links" not in root.items:
-        return ()
-    pairs = []
-    for table in root.table("links", "{}").tables("pair", "[[links.pair]] tables"):
-        nodes = table.need("nodes", '["box", "other"]')
-        if not isinstance(nodes, list) or len(nodes) != 2 or not all(isinstance(name, str) for name in nodes):
-            raise table.wrong("nodes", nodes, '["box", "other"]')
-        pairs.append((nodes[0], nodes[1], _read_link(table, "nodes")))
-    return tuple(pairs)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair(_Wire):
+    nodes: Annotated[tuple[str, str], Key(example='["box", "other"]')]
 
 
-def _read_links(root: _Table, kinds: Sequence[Kind]) -> tuple[Link, Link]:
-    """The links within and between nodes. A cluster that does not use one of them need not give it."""
-    example = "{ latency_s = 1e-5, bytes_per_s = 12.5e9 }"
-    one_device = len(kinds) == kinds[0].devices == 1
-    if one_device and "links" not in root.items:
-        return Link(0.0, 1e18), Link(0.0, 1e18)
-    table = root.table("links", f"{{ within = {example}, between = {example} }}")
-    table.allow("within", "between", "pair")
-    given = {key: _read_link(table.table(key, example)) for key in table.items if key != "pair"}
-    one_node = len({kind.node for kind in kinds}) == 1 and kinds[0].nodes == 1
-    lone = len({kind.node for kind in kinds}) == len(kinds) and all(kind.count == 1 for kind in kinds)
-    if "within" not in given and not lone:
-        table.need("within", example)
-    if "between" not in given and not one_node:
-        table.need("between", example)
-    if not given:
-        table.need("within", example)
-    first = next(iter(given.values()))
-    return given.get("within", first), given.get("between", first)
+@dataclass(frozen=True, slots=True)
+class _Links:
+    within: _Wire | None = None
+    between: _Wire | None = None
+    pair: tuple[_Pair, ...] = ()
 
 
-def _read_collectives(root: _Table) -> tuple[tuple[str, str, Link], ...]:
-    if "collectives" not in root.items:
-        return ()
-    example = "{ latency_s = 2e-4, bytes_per_s = 8e8 }"
-    table = root.table("collectives", f"{{ all_gather = {{ padded = {example} }} }}")
-    table.allow(*MEASURABLE)
-    entries = []
-    for collective in table.items:
-        ways = table.table(collective, f"{{ {MEASURABLE[collective][0]} = {example} }}")
-        ways.allow(*MEASURABLE[collective])
-        entries += [(collective, way, _read_link(ways.table(way, example), "skew")) for way in ways.items]
-    return tuple(entries)
+@dataclass(frozen=True, slots=True)
+class _ClusterFile:
+    name: Annotated[str, Key(example='"my-cluster"')]
+    about: str = ""
+    comm_slowdown: Annotated[float, _renamed(CLUSTER, "comm_slowdown")] = 1.0
+    packing: float = 1.0
+    devices: tuple[_Devices, ...] = ()
+    links: _Links | None = None
+    collectives: Annotated[_Measurements, Key(read=_read_collectives)] = ()
 
 
 def parse_cluster(text: str, where: str = "cluster") -> Cluster:
     """The cluster that a TOML text describes; `where` is what refusals call the text."""
-    try:
-        root = _Table(tomllib.loads(text), where)
-    except (ValueError, RecursionError) as error:
-        raise ClusterError(
-            f"this is not TOML: {str(error)[:200] or type(error).__name__}",
-            where=where,
-            do="docs/clusters.md describes the format; `lopsided clusters NAME` prints a preset to copy and change",
-        ) from None
-    root.allow("name", "about", "stretch", "packing", "devices", "links", "collectives")
-    name, about = root.text("name", '"my-cluster"'), root.text("about", '"..."', "")
-    kinds = tuple(_read_kind(table) for table in root.tables("devices", "[[devices]] tables"))
-    if not kinds:
+    root = Place(CLUSTER_FILE, where)
+    file = parse_toml(_ClusterFile, text, root)
+    if not file.devices:
         raise root.refuse("the cluster has no devices", "add a [[devices]] table")
-    within, between = _read_links(root, kinds)
-    collectives, pairs = _read_collectives(root), _read_pairs(root)
-    stretch, packing = root.number("stretch", "1.5", 1.0), root.number("packing", "3.0", 1.0)
-    with root.located():
-        return Cluster(name, about, kinds, within, between, collectives, pairs, stretch, packing)
+    try:
+        kinds = tuple(devices.kind for devices in file.devices)
+        within, between = _links(file, root)
+        pairs = tuple((*pair.nodes, pair.link) for pair in (file.links.pair if file.links else ()))
+        return Cluster(
+            file.name, file.about, kinds, within, between, file.collectives, pairs, file.comm_slowdown, file.packing
+        )
+    except ClusterError as error:
+        raise ClusterError(
+            error.what, where=error.where if error.where.startswith(where) else where, do=error.do
+        ) from None
+
+
+def _links(file: _ClusterFile, root: Place) -> tuple[Link, Link]:
+    """The links within and between nodes. A cluster that does not use one of them need not give it."""
+    kinds, links = file.devices, file.links
+    if links is None:
+        if len(kinds) == kinds[0].devices == 1:
+            return Link(0.0, 1e18), Link(0.0, 1e18)
+        raise root.refuse("links is missing", "add [links.within] and [links.between]")
+    one_node = len({kind.node for kind in kinds}) == 1 and kinds[0].nodes == 1
+    lone = len({kind.node for kind in kinds}) == len(kinds) and all(kind.count == 1 for kind in kinds)
+    within = links.within or (links.between if lone else None)
+    between = links.between or (links.within if one_node else None)
+    if within is None or between is None:
+        missing = "between" if within else "within"
+        raise Place(root.kind, f"{root.where}, links").refuse(
+            f"{missing} is missing", f"add [links.{missing}] with latency_s = 1e-5 and bytes_per_s = 12.5e9"
+        )
+    return within.link, between.link
 
 
 def preset_names() -> tuple[str, ...]:
@@ -248,22 +175,15 @@ def preset_names() -> tuple[str, ...]:
 
 def load_cluster(spec: str | Path) -> Cluster:
     """The cluster of a preset's name or of a TOML file."""
-    path = PRESETS / f"{spec}.toml" if isinstance(spec, str) and spec in preset_names() else Path(spec)
+    presets = preset_names()
+    path = PRESETS / f"{spec}.toml" if isinstance(spec, str) and spec in presets else Path(spec)
     try:
-        # Only plain files: a pipe would wait for ever, a device never end.
-        if not path.is_file():
-            presets = preset_names()
-            raise ClusterError(
-                f"there is no cluster {shown(str(spec))}: not a preset, not a file",
-                do=f"{close_words(str(spec), presets)}presets are {', '.join(presets)}; a file ends in .toml",
-            )
-        if path.stat().st_size > MOST_BYTES_OF_A_FILE:
-            raise ClusterError(
-                f"the file is larger than {MOST_BYTES_OF_A_FILE:,} bytes", where=str(path), do="give a cluster.toml"
-            )
-        text = path.read_bytes().decode()
-    except (OSError, ValueError) as error:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        is_file = False
+    if not is_file:
         raise ClusterError(
-            f"the file cannot be read: {error}", where=shown(str(spec)), do="give a readable TOML file in UTF-8"
-        ) from None
-    return parse_cluster(text, str(spec))
+            f"there is no cluster {shown(str(spec))}: not a preset, not a file",
+            do=f"{close_words(str(spec), presets)}presets are {', '.join(presets)}; a file ends in .toml",
+        )
+    return parse_cluster(read_text(path, CLUSTER_FILE), str(spec))

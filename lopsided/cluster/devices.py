@@ -11,24 +11,23 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lopsided.cluster.coefficients import (
+    KIND,
+    LINK,
+    check_between,
+    check_coefficients,
+    coefficient,
+    coefficient_items,
+)
 from lopsided.errors import ClusterError, shown
 
 MOST_DEVICES = 65_536
 SPEED_DTYPES = ("f64", "f32", "bf16", "f16")
 
-_MOST_FLOPS_PER_S, _MOST_BYTES_PER_S = 1e24, 1e18
-
 Points = tuple[tuple[float, float], ...]
 
 
-# Checks. Bounds are wide enough for every machine, and narrow enough that no product of them overflows.
-
-
-def check_between(number: float, low: float, high: float, what: str, where: str) -> None:
-    if not low <= number <= high:  # not so for nan either
-        raise ClusterError(
-            f"{what} is {shown(number)}", where=where, do=f"give a number between {low:,g} and {high:,g}"
-        )
+# Checks
 
 
 def check_name(name: str, what: str, where: str) -> None:
@@ -80,7 +79,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Devices that are alike, in nodes that are alike: `count` in each of `nodes` nodes."""
+    """Devices that are alike, in nodes that are alike: `count` in each of `nodes` nodes.
+
+    What its numbers mean, their units and bounds: `coefficients.py`.
+    """
 
     name: str
     node: str
@@ -92,9 +94,9 @@ class Kind:
     launch_s: float
     source: str = ""
     measured: tuple[Measured, ...] = ()
-    drag: float = 0.0  # what part of its computing stands still while something is sent behind it
-    overhead_s: float = 0.0  # what its process takes around every op and conversion, forward or backward
-    crowding: float = 1.0  # how many times as long its calls take with all of its node at work as with it alone
+    compute_slowdown: float = 0.0
+    overhead_s: float = 0.0
+    contention: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"kind {shown(self.name)}"
@@ -110,14 +112,8 @@ class Kind:
                 where=where,
                 do=f"give it once for one or more of {', '.join(SPEED_DTYPES)}",
             )
-        for dtype, flops in self.flops_per_s:
-            check_between(flops, 1, _MOST_FLOPS_PER_S, f"flops_per_s of {dtype}", where)
-        check_between(self.bytes_per_s, 1, _MOST_BYTES_PER_S, "bytes_per_s", where)
         check_between(self.memory_bytes, 1, 2**60, "memory", where)
-        check_between(self.launch_s, 0, 3600, "launch_s", where)
-        check_between(self.drag, 0, 1, "drag", where)
-        check_between(self.overhead_s, 0, 3600, "overhead_s", where)
-        check_between(self.crowding, 1, 100, "crowding", where)
+        check_coefficients(KIND, self, where)
         if len({m.call for m in self.measured}) < len(self.measured):
             raise ClusterError(
                 "a call was measured twice", where=where, do="put its points into one [[devices.measured]]"
@@ -154,25 +150,26 @@ class Kind:
         speeds = sorted((dtype, float(flops)) for dtype, flops in self.flops_per_s)
         tables = sorted((m.call, _plain(m.forward), _plain(m.backward)) for m in self.measured)
         facts = [speeds, float(self.bytes_per_s), int(self.memory_bytes), float(self.launch_s), tables]
-        beside = [float(self.drag), float(self.overhead_s)]
-        if self.crowding != 1:
-            return json.dumps([*facts, beside, float(self.crowding)])
+        beside = [float(self.compute_slowdown), float(self.overhead_s)]
+        if self.contention != 1:
+            return json.dumps([*facts, beside, float(self.contention)])
         # Devices that nobody measured are as they always were: plans for them keep their fingerprints.
         return json.dumps([*facts, beside] if any(beside) else facts)
 
     def with_fewer(self, was: int, now: int) -> Kind:
         """The same devices when `now` of the `was` devices of their node work: faster, if they crowd each other."""
-        if self.crowding == 1 or was == now:
+        if self.contention == 1 or was == now:
             return self
-        left = 1 + (self.crowding - 1) * (now - 1) / (was - 1)
-        return replace(self.taking(left / self.crowding), crowding=left)
+        left = 1 + (self.contention - 1) * (now - 1) / (was - 1)
+        return replace(self.taking(left / self.contention), contention=left)
 
     def taking(self, times: float) -> Kind:
         """The same devices if all they compute takes so many times as long."""
+        most_flops, most_bytes = (coefficient(KIND, name).high for name in ("flops_per_s", "bytes_per_s"))
         return replace(
             self,
-            flops_per_s=tuple((dtype, min(flops / times, _MOST_FLOPS_PER_S)) for dtype, flops in self.flops_per_s),
-            bytes_per_s=min(self.bytes_per_s / times, _MOST_BYTES_PER_S),
+            flops_per_s=tuple((dtype, min(flops / times, most_flops)) for dtype, flops in self.flops_per_s),
+            bytes_per_s=min(self.bytes_per_s / times, most_bytes),
             launch_s=self.launch_s * times,
             overhead_s=self.overhead_s * times,
             measured=tuple(
@@ -183,7 +180,7 @@ class Kind:
 
     def is_same_alone(self, other: Kind) -> bool:
         """Whether devices may be the same, however many others worked beside them when they were described."""
-        if self.crowding == other.crowding:
+        if self.contention == other.contention:
             return self.likeness == other.likeness
         mine, theirs = (_numbers_alone(kind) for kind in (self, other))
         return len(mine) == len(theirs) and all(
@@ -199,7 +196,8 @@ def _in_times(points: Points, times: float) -> Points:
 def _numbers_alone(kind: Kind) -> list[float | str]:
     """What a likeness is of, but as if no other device of the node worked, in a fixed order."""
     alone = kind.with_fewer(2, 1)
-    found: list[float | str] = [alone.bytes_per_s, alone.memory_bytes, alone.launch_s, alone.drag, alone.overhead_s]
+    found: list[float | str] = [alone.bytes_per_s, alone.memory_bytes, alone.launch_s]
+    found += [alone.compute_slowdown, alone.overhead_s]
     for dtype, flops in sorted(alone.flops_per_s):
         found += [dtype, flops]
     for entry in sorted(alone.measured, key=lambda entry: entry.call):
@@ -223,9 +221,7 @@ class Link:
     skew: float | None = None
 
     def __post_init__(self) -> None:
-        check_between(self.skew or 0.0, 0, 1, "skew", "a link")
-        check_between(self.latency_s, 0, 3600, "latency_s", "a link")
-        check_between(self.bytes_per_s, 1, _MOST_BYTES_PER_S, "bytes_per_s", "a link")
+        check_coefficients(LINK, self, "a link")
 
 
 # Printing
@@ -252,12 +248,7 @@ def kind_lines(kind: Kind) -> Iterator[str]:
     gib, rest = divmod(kind.memory_bytes, 2**30)
     yield f'memory = "{gib} GiB"' if not rest else f"memory = {kind.memory_bytes}"
     yield f"launch_s = {float(kind.launch_s)!r}"
-    if kind.drag:
-        yield f"drag = {float(kind.drag)!r}"
-    if kind.overhead_s:
-        yield f"overhead_s = {float(kind.overhead_s)!r}"
-    if kind.crowding != 1:
-        yield f"crowding = {float(kind.crowding)!r}"
+    yield from coefficient_items(KIND, kind)
     if kind.source:
         yield f"source = {quoted(kind.source)}"
     for measured in kind.measured:

@@ -68,15 +68,7 @@ def _only_node(cluster: Cluster, name: str) -> Cluster:
         names = [kind.node] if kind.nodes == 1 else [f"{kind.node}-{k}" for k in range(1, kind.nodes + 1)]
         if name in names:
             kinds.append(replace(kind, node=name, nodes=1))
-    return Cluster(
-        cluster.name,
-        cluster.about,
-        tuple(kinds),
-        cluster.within,
-        cluster.between,
-        stretch=cluster.stretch,
-        packing=cluster.packing,
-    )
+    return replace(cluster, kinds=tuple(kinds), collectives=(), pairs=())
 
 
 def single_devices(cluster: Cluster) -> Iterator[Cluster]:

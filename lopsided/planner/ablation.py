@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lopsided.cluster.cluster import MEASURABLE, Cluster
+from lopsided.cluster.coefficients import KIND, optional
 from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.cluster.devices import Kind, Link
 from lopsided.errors import InputError
@@ -118,7 +119,7 @@ def beliefs(cluster: Cluster, without: frozenset[str]) -> tuple[Belief, ...]:
 def _believed(cluster: Cluster, *, flops_only: bool) -> Cluster:
     numbered = [replace(kind, source=str(number)) for number, kind in enumerate(cluster.kinds)]
     if flops_only:
-        nothing: dict[str, Any] = {"launch_s": 0.0, "measured": (), "drag": 0.0, "overhead_s": 0.0, "crowding": 1.0}
+        nothing: dict[str, Any] = {"launch_s": 0.0, "measured": (), **{one.name: one.default for one in optional(KIND)}}
         numbered = [replace(kind, bytes_per_s=_ENDLESS_BYTES_PER_S, **nothing) for kind in numbered]
     return replace(cluster, kinds=tuple(numbered))
 

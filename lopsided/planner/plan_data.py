@@ -1,14 +1,16 @@
 """The answer: which program on which devices with which shares, what it is predicted to take, and compared with what.
 
-In: what `planner` found. Out: `Plan`, plain data. `planfile` writes it to JSON and reads it back, `listing` prints it.
+In: what `planner` found. Out: `Plan`, plain data. `plan_file` writes it to JSON and reads it back, `listing` prints it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 from lopsided.cluster.cluster import Cluster
+from lopsided.codec import Key, Line, Seconds, SecondsOrInf, Whole
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Shares
 from lopsided.ir.program import Program
@@ -20,14 +22,17 @@ from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Schedule
 INTERRUPTED = "interrupted"
 """How the note begins that says so."""
 
+# A difference of sums: what should be 0 can be a rounding below.
+_Part = Annotated[float, Key(least=-1e-9, most=1e12)]
+
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
     """A strategy everyone knows, on the same model and cluster. One that does not fit in memory cannot be run."""
 
-    name: str
-    about: str
-    step_s: float
+    name: Line
+    about: Line
+    step_s: SecondsOrInf
     fits: bool
 
 
@@ -35,26 +40,26 @@ class Baseline:
 class SearchReport:
     """How the program was found. `cost_s` and `bound_s` are those of the search that found it, in its own prices."""
 
-    seconds: float
-    states: int
-    cost_s: float
-    bound_s: float
-    gap: float
-    why: str  # "proven", "time limit", "interrupted", or the name of the classic that was not beaten
-    searches: int
-    rounds: tuple[str, ...]  # what was tried, in order, and what came of it
+    seconds: Seconds
+    states: Whole
+    cost_s: SecondsOrInf
+    bound_s: SecondsOrInf
+    gap: SecondsOrInf
+    why: Line  # "proven", "time limit", "interrupted", or the name of the classic that was not beaten
+    searches: Whole
+    rounds: tuple[Line, ...]  # what was tried, in order, and what came of it
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
     """Where the busiest devices' time goes in a step; adds up to it. `hidden_s` is beside: it costs nothing."""
 
-    compute_s: float
-    optimizer_s: float
-    blocking_s: float
-    exposed_s: float
-    waiting_s: float
-    hidden_s: float
+    compute_s: _Part
+    optimizer_s: _Part
+    blocking_s: _Part
+    exposed_s: _Part
+    waiting_s: _Part
+    hidden_s: _Part
 
 
 @dataclass(frozen=True)

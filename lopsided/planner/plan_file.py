@@ -13,28 +13,38 @@ says so in its notes; so they are where a figure itself was edited. Where fracti
 cuts are dropped: they were made for other fractions. Seconds that cannot be (a step without a device that is needed)
 are null.
 
-Files may come from strangers: nothing is evaluated, every key, type and range is checked, and the program must follow
-from the rules of its graph.
+Files may come from strangers: nothing is evaluated, `codec` checks every key, type and range by the classes below, and
+the program must follow from the rules of its graph.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import astuple, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import parse_cluster
 from lopsided.codec import (
-    Fields,
     FileKind,
-    parse_fields,
+    Fraction,
+    Key,
+    Line,
+    Lines,
+    Place,
+    Seconds,
+    SecondsOrInf,
+    Whole,
+    encode,
+    json_text,
+    lines_of,
+    parse_json,
     read_text,
     write_text,
-    written,
 )
 from lopsided.errors import LopsidedError, PlanError, shown
 from lopsided.ir.graph import Graph
@@ -53,10 +63,79 @@ EDITED = "edited by hand"
 WORK = "work"
 """What the shares without a name are called in a file."""
 
-_MADE_BY = "`lopsided plan ... -o plan.json` writes such a file"
-PLAN_FILE = FileKind(PlanError, "plan", _MADE_BY)
+PLAN_FILE = FileKind(
+    PlanError, "plan", "`lopsided plan ... -o plan.json` writes such a file", format=FORMAT, version=VERSION
+)
 
 Predict = Callable[[Program, Shares, Cluster, str, bool, int], tuple[float, Breakdown, tuple[int, ...]]]
+
+_BucketBytes = Annotated[int, Key(least=1, most=BUCKET_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    shares: Line
+    length: Whole
+    pieces: tuple[Whole, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PredictionOf:
+    """What the figures depend on, or a digest of it, and digests of the figures: those that can be predicted anew
+    (step time, breakdown, memory), and those that cannot (baselines, steps without something, the search)."""
+
+    program: Line
+    shares: Line
+    cuts: Line
+    optimizer: Line
+    regather: bool
+    bucket_bytes: _BucketBytes = BUCKET_BYTES
+    figures: Line
+    comparisons: Line
+
+
+@dataclass(frozen=True, slots=True)
+class _Fingerprints:
+    graph: Line
+    cluster: Line
+    on: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlanFile:
+    """What is in a file, in its order."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    step_s: Seconds
+    optimizer: Line
+    regather: bool
+    # Plans that do not say so send as much at a time as everyone did then.
+    bucket_bytes: _BucketBytes = BUCKET_BYTES
+    notes: tuple[Line, ...]
+    breakdown: Breakdown
+    baselines: tuple[Baseline, ...]
+    devices: tuple[Line, ...]
+    memory_bytes: tuple[Whole, ...]
+    shares: Mapping[str, tuple[Fraction, ...]]
+    cuts: tuple[_Cut, ...]
+    program: Lines
+    prediction_of: _PredictionOf
+    search: SearchReport
+    without_device: Mapping[str, SecondsOrInf]
+    without_node: Mapping[str, SecondsOrInf]
+    capture_s: Seconds
+    planning_s: Seconds
+    cluster: Lines
+    on: Lines
+    graph: Lines
+    fingerprints: _Fingerprints
+
+
+def _in_both(of: Plan | _PlanFile) -> dict[str, Any]:
+    """What a plan and its file have under the same names, as it is."""
+    names = ("step_s", "optimizer", "regather", "bucket_bytes", "notes", "breakdown", "baselines", "memory_bytes")
+    return {name: getattr(of, name) for name in (*names, "search", "capture_s", "planning_s")}
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -77,83 +156,41 @@ def plan_text(plan: Plan) -> str:
         raise PlanError(
             f"shares are called {', '.join(map(shown, names))}", do=f"give each a name of its own, and none {WORK!r}"
         )
-    told = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step_s": plan.step_s,
-        "optimizer": plan.optimizer,
-        "regather": plan.regather,
-        "bucket_bytes": plan.bucket_bytes,
-        "notes": list(plan.notes),
-        "breakdown": _fields(plan.breakdown, _BREAKDOWN),
-        "baselines": [_fields(baseline, _BASELINE) for baseline in plan.baselines],
-        "devices": list(plan.devices),
-        "memory_bytes": list(plan.memory_bytes),
-        "shares": {WORK: list(plan.shares.work)} | {name: list(shares) for name, shares in plan.shares.named},
-        "cuts": [
-            {"shares": name or WORK, "length": length, "pieces": list(pieces)}
-            for name, length, pieces in plan.shares.cuts
-        ],
-        "program": _lines(str(plan.program)),
-        "prediction_of": _prediction_of(plan),
-        "search": _fields(plan.search, _SEARCH) | {"rounds": list(plan.search.rounds)},
-        "without_device": {name: _or_null(step_s) for name, step_s in plan.without_device},
-        "without_node": {name: _or_null(step_s) for name, step_s in plan.without_node},
-        "capture_s": plan.capture_s,
-        "planning_s": plan.planning_s,
-        "cluster": _lines(plan.cluster.text()),
-        "on": _lines(plan.on.text()),
-        "graph": _lines(plan.graph.text(sources=True)),
-        "fingerprints": {
-            "graph": plan.graph.fingerprint,
-            "cluster": plan.cluster.fingerprint,
-            "on": plan.on.fingerprint,
-        },
-    }
-    return written(told) + "\n"
+    file = _PlanFile(
+        **_in_both(plan),
+        devices=plan.devices,
+        shares={WORK: plan.shares.work, **dict(plan.shares.named)},
+        cuts=tuple(_Cut(name or WORK, length, pieces) for name, length, pieces in plan.shares.cuts),
+        program=lines_of(str(plan.program)),
+        prediction_of=_prediction_of(plan),
+        without_device=dict(plan.without_device),
+        without_node=dict(plan.without_node),
+        cluster=lines_of(plan.cluster.text()),
+        on=lines_of(plan.on.text()),
+        graph=lines_of(plan.graph.text(sources=True)),
+        fingerprints=_Fingerprints(plan.graph.fingerprint, plan.cluster.fingerprint, plan.on.fingerprint),
+    )
+    return json_text(encode(file)) + "\n"
 
 
-_BREAKDOWN = ("compute_s", "optimizer_s", "blocking_s", "exposed_s", "waiting_s", "hidden_s")
-_BASELINE = ("name", "about", "step_s", "fits")
-_SEARCH = ("seconds", "states", "cost_s", "bound_s", "gap", "why", "searches")
-
-
-_PREDICTED = "figures"  # the step time, breakdown and memory
-_COMPARED = "comparisons"  # the baselines, steps without something, and what is said of the search
-
-
-def _fields(of: object, names: Iterable[str]) -> dict[str, object]:
-    return {name: _or_null(getattr(of, name)) for name in names}
-
-
-def _or_null(value: object) -> object:
-    return None if value == math.inf else value
-
-
-def _lines(text: str) -> list[str]:
-    return text.removesuffix("\n").split("\n")
-
-
-def _prediction_of(plan: Plan) -> dict[str, object]:
-    """Of what the figures depend on, and of the figures: those that can be predicted anew, and those that cannot."""
+def _prediction_of(plan: Plan) -> _PredictionOf:
     shares, search = plan.shares, plan.search
-    predicted = [plan.step_s, astuple(plan.breakdown), plan.memory_bytes]
     compared = [
         [astuple(baseline) for baseline in plan.baselines],
         [plan.without_device, plan.without_node],
-        [getattr(search, name) for name in _SEARCH],
+        [getattr(search, field.name) for field in fields(search) if field.name != "rounds"],
         [plan.capture_s, plan.planning_s],
     ]
-    return {
-        "program": _digest(str(plan.program)),
-        "shares": _digest(json.dumps([shares.work, shares.named])),
-        "cuts": _digest(json.dumps(shares.cuts)),
-        "optimizer": plan.optimizer,
-        "regather": plan.regather,
-        "bucket_bytes": plan.bucket_bytes,
-        _PREDICTED: _digest(json.dumps(predicted)),
-        _COMPARED: _digest(json.dumps(compared)),
-    }
+    return _PredictionOf(
+        program=_digest(str(plan.program)),
+        shares=_digest(json.dumps([shares.work, shares.named])),
+        cuts=_digest(json.dumps(shares.cuts)),
+        optimizer=plan.optimizer,
+        regather=plan.regather,
+        bucket_bytes=plan.bucket_bytes,
+        figures=_digest(json.dumps([plan.step_s, astuple(plan.breakdown), plan.memory_bytes])),
+        comparisons=_digest(json.dumps(compared)),
+    )
 
 
 def _digest(text: str) -> str:
@@ -165,104 +202,57 @@ def _digest(text: str) -> str:
 
 def parse_plan(text: str, where: str = "plan", namespaces: Collection[str] = (), *, predict: Predict = predict) -> Plan:
     """The plan a text describes; `where` is what refusals call the text."""
-    root = parse_fields(text, where, PLAN_FILE)
-    _check_version(root)
-    root.has_only(_KEYS)
-    cluster = _cluster(root, "cluster")
-    on = _cluster(root, "on")
-    if not {*on.device_names} <= {*cluster.device_names}:
-        stranger = next(name for name in on.device_names if name not in cluster.device_names)
-        raise root.refuse(f'"on" has a device {shown(stranger)} that "cluster" does not have', "make the plan anew")
-    if root.texts("devices") != on.device_names:
-        raise root.refuse('"devices" are not those of "on", in their order', "change shares, not the names of devices")
-    graph = _graph(root, namespaces)
-    program = _program(root, graph)
-    shares = _shares(root, on)
-    optimizer, regather = root.text("optimizer"), root.flag("regather")
+    root = Place(PLAN_FILE, where)
+    file = parse_json(_PlanFile, text, root)
+    cluster, on, graph = _subjects(file, root, namespaces)
     with root.located('"optimizer"'):
-        optimizer_named(optimizer)
-    memory = root.wholes("memory_bytes")
-    if len(memory) != on.devices:
-        raise root.refuse(f'"memory_bytes" has {len(memory)} numbers for {on.devices} devices', "give one per device")
+        optimizer_named(file.optimizer)
+    if len(file.memory_bytes) != on.devices:
+        what = f'"memory_bytes" has {len(file.memory_bytes)} numbers for {on.devices} devices'
+        raise root.refuse(what, "give one per device")
+    for given, names in ((file.without_device, cluster.device_names), (file.without_node, cluster.node_names)):
+        if strangers := given.keys() - {*names}:
+            raise root.refuse(f"the cluster has no {shown(min(strangers))}", "leave it out")
     plan = Plan(
-        cluster,
-        on,
-        program,
-        shares,
-        optimizer,
-        regather,
-        root.seconds("step_s"),
-        _breakdown(root.part("breakdown")),
-        memory,
-        tuple(_baseline(each) for each in root.parts("baselines")),
-        _search(root.part("search")),
-        _named_seconds(root.part("without_device"), cluster.device_names),
-        _named_seconds(root.part("without_node"), cluster.node_names),
-        root.texts("notes"),
-        root.seconds("capture_s"),
-        root.seconds("planning_s"),
-        _bucket_bytes(root),
+        cluster=cluster,
+        on=on,
+        program=_program(file.program, graph, root),
+        shares=_shares(file, on, root),
+        without_device=tuple(file.without_device.items()),
+        without_node=tuple(file.without_node.items()),
+        **_in_both(file),
     )
-    edited = _edited(plan, root.part("prediction_of"))
+    now, then = _prediction_of(plan), file.prediction_of
+    edited = [field.name for field in fields(now) if getattr(now, field.name) != getattr(then, field.name)]
     return _predicted_anew(plan, edited, root, predict) if edited else plan
 
 
-_KEYS = (
-    *("format", "version", "step_s", "optimizer", "regather", "bucket_bytes", "notes", "breakdown", "baselines"),
-    *("devices", "memory_bytes", "shares", "cuts", "program", "prediction_of", "search", "without_device"),
-    *("without_node", "capture_s", "planning_s", "cluster", "on", "graph", "fingerprints"),
-)
-
-
-def _bucket_bytes(root: Fields) -> int:
-    """Plans that do not say so send as much at a time as everyone did then."""
-    found = root.whole("bucket_bytes") if "bucket_bytes" in root.items else BUCKET_BYTES
-    if not 1 <= found <= BUCKET_BYTES:
-        raise root.wrong("bucket_bytes", found, f"a whole number from 1 to {BUCKET_BYTES:,}")
-    return found
-
-
-def _check_version(root: Fields) -> None:
-    if root.items.get("format") != FORMAT:
-        raise root.refuse(f'this is not a plan: its "format" is not "{FORMAT}"', _MADE_BY)
-    version = root.whole("version")
-    if version > VERSION:
-        raise root.refuse(
-            f"this plan has version {shown(version)} of the format and was made by a newer lopsided; "
-            f"this one knows version {VERSION}",
-            "update lopsided, or make the plan anew",
-        )
-    if version < VERSION:
-        raise root.refuse(f"there is no version {shown(version)} of the format", "make the plan anew")
-
-
-def _check_fingerprint(root: Fields, key: str, found: str) -> None:
-    prints = root.part("fingerprints")
-    prints.has_only(("graph", "cluster", "on"))
-    if prints.text(key) != found:
-        what = "the model's graph" if key == "graph" else "the devices"
-        raise root.refuse(
-            f'"{key}" is not what the plan was made for: its fingerprint is {found}, not {shown(prints.text(key))}',
-            f"undo the edit; for a change of {what}, make the plan anew",
-        )
-
-
-def _cluster(root: Fields, key: str) -> Cluster:
-    with root.located(f'"{key}"'):
-        cluster = parse_cluster("\n".join(root.lines(key)) + "\n", "its TOML")
-    _check_fingerprint(root, key, cluster.fingerprint)
-    return cluster
-
-
-def _graph(root: Fields, namespaces: Collection[str]) -> Graph:
+def _subjects(file: _PlanFile, root: Place, namespaces: Collection[str]) -> tuple[Cluster, Cluster, Graph]:
+    """The cluster, the part of it that takes part, and the graph, if they are those that the plan was made for."""
+    clusters = []
+    for key, lines in (("cluster", file.cluster), ("on", file.on)):
+        with root.located(f'"{key}"'):
+            clusters.append(parse_cluster("\n".join(lines) + "\n", "its TOML"))
+    cluster, on = clusters
     with root.located('"graph"'):
-        graph = parse_graph("\n".join(root.lines("graph")) + "\n", namespaces=namespaces)
-    _check_fingerprint(root, "graph", graph.fingerprint)
-    return graph
+        graph = parse_graph("\n".join(file.graph) + "\n", namespaces=namespaces)
+    for key, subject in (("cluster", cluster), ("on", on), ("graph", graph)):
+        said, found = getattr(file.fingerprints, key), subject.fingerprint
+        if found != said:
+            what = "the model's graph" if key == "graph" else "the devices"
+            raise root.refuse(
+                f'"{key}" is not what the plan was made for: its fingerprint is {found}, not {shown(said)}',
+                f"undo the edit; for a change of {what}, make the plan anew",
+            )
+    if strangers := {*on.device_names} - {*cluster.device_names}:
+        what = f'"on" has a device {shown(min(strangers))} that "cluster" does not have'
+        raise root.refuse(what, "make the plan anew")
+    if file.devices != on.device_names:
+        raise root.refuse('"devices" are not those of "on", in their order', "change shares, not the names of devices")
+    return cluster, on, graph
 
 
-def _program(root: Fields, graph: Graph) -> Program:
-    lines = root.lines("program")
+def _program(lines: Sequence[str], graph: Graph, root: Place) -> Program:
     try:
         program = parse_program("\n".join(lines) + "\n", graph)
         check_program(program, derive_rules(graph))
@@ -289,73 +279,31 @@ def _numbered(place: str, lines: Sequence[str]) -> str:
     return place if number is None else f"line {number}: {place}"
 
 
-def _shares(root: Fields, on: Cluster) -> Shares:
-    table = root.part("shares")
-    work = table.numbers(WORK)
-    named = []
-    for name in table.items:
+def _shares(file: _PlanFile, on: Cluster, root: Place) -> Shares:
+    table = Place(root.kind, f'{root.where}, "shares"')
+    if WORK not in file.shares:
+        raise table.refuse(f'"{WORK}" is missing', "give a fraction for each device")
+    for name in file.shares:
         if not (name.isascii() and name.isidentifier() and len(name) <= 100):
             raise table.refuse(f"{shown(name)} cannot name shares", "use letters, digits and _")
-        if name != WORK:
-            named.append((name, table.numbers(name)))
-    cuts: list[tuple[str, int, tuple[int, ...]]] = []
-    for entry in root.parts("cuts"):
-        entry.has_only(("shares", "length", "pieces"))
-        name = entry.text("shares")
-        if any((name, entry.whole("length")) == (by or WORK, length) for by, length, _ in cuts):
-            raise entry.refuse(f"the cut of {entry.whole('length')} by {shown(name)} is given twice", "keep one")
-        cuts.append(("" if name == WORK else name, entry.whole("length"), entry.wholes("pieces")))
+    work = file.shares[WORK]
     if len(work) != on.devices:
         raise table.refuse(f"there are {len(work)} shares for {on.devices} devices", "give one per device")
+    for (name, length), times in Counter((cut.shares, cut.length) for cut in file.cuts).items():
+        if times > 1:
+            raise root.refuse(f"the cut of {length} by {shown(name)} is given twice", "keep one")
+    named = tuple((name, shares) for name, shares in file.shares.items() if name != WORK)
+    cuts = tuple(("" if cut.shares == WORK else cut.shares, cut.length, cut.pieces) for cut in file.cuts)
     with root.located('"shares" and "cuts"'):
-        return Shares(work, tuple(named), tuple(cuts))
-
-
-def _breakdown(table: Fields) -> Breakdown:
-    table.has_only(_BREAKDOWN)
-    # Differences of sums: what should be 0 can be a rounding below.
-    return Breakdown(*(table.seconds(key, least=-1e-9) for key in _BREAKDOWN))
-
-
-def _baseline(table: Fields) -> Baseline:
-    table.has_only(_BASELINE)
-    return Baseline(table.text("name"), table.text("about"), table.seconds("step_s", null=True), table.flag("fits"))
-
-
-def _search(table: Fields) -> SearchReport:
-    table.has_only((*_SEARCH, "rounds"))
-    return SearchReport(
-        table.seconds("seconds"),
-        table.whole("states"),
-        table.seconds("cost_s", null=True),
-        table.seconds("bound_s", null=True),
-        table.seconds("gap", null=True),
-        table.text("why"),
-        table.whole("searches"),
-        table.texts("rounds"),
-    )
-
-
-def _named_seconds(table: Fields, names: Collection[str]) -> tuple[tuple[str, float], ...]:
-    known = {*names}
-    for name in table.items:
-        if name not in known:
-            raise table.refuse(f"the cluster has no {shown(name)}", "leave it out")
-    return tuple((name, table.seconds(name, null=True)) for name in table.items)
+        return Shares(work, named, cuts)
 
 
 # Edits
 
-
-def _edited(plan: Plan, predicted: Fields) -> tuple[str, ...]:
-    """What in the file is not what it was when the file was written."""
-    now = _prediction_of(plan)
-    predicted.has_only(tuple(now))
-    then = replace(predicted, items={"bucket_bytes": BUCKET_BYTES, **predicted.items})
-    return tuple(key for key, value in now.items() if then.get(key) != value)
+_FIGURES, _COMPARISONS = "figures", "comparisons"
 
 
-def _predicted_anew(plan: Plan, edited: Sequence[str], root: Fields, predict: Predict) -> Plan:
+def _predicted_anew(plan: Plan, edited: Sequence[str], root: Place, predict: Predict) -> Plan:
     _check_names(plan, root)
     program, shares = plan.program, plan.shares
     dropped = "shares" in edited and "cuts" not in edited and bool(shares.cuts)
@@ -370,7 +318,7 @@ def _predicted_anew(plan: Plan, edited: Sequence[str], root: Fields, predict: Pr
             needs, has = max(memory[start:stop]) / 2**30, kind.memory_bytes / 2**30
             notes.append(f"{EDITED}: it does not fit: {kind.name} needs {needs:,.1f} GiB and has {has:,.1f} GiB")
     # A figure that was edited says nothing about the program, which is still the one that was found.
-    why = EDITED if {*edited} - {_PREDICTED, _COMPARED} else plan.search.why
+    why = EDITED if {*edited} - {_FIGURES, _COMPARISONS} else plan.search.why
     return replace(
         plan,
         shares=shares,
@@ -383,21 +331,21 @@ def _predicted_anew(plan: Plan, edited: Sequence[str], root: Fields, predict: Pr
 
 
 def _what_was_edited(edited: Sequence[str], dropped: bool) -> Iterator[str]:
-    choices = [key for key in edited if key not in (_PREDICTED, _COMPARED)]
+    choices = [key for key in edited if key not in (_FIGURES, _COMPARISONS)]
     if choices:
         yield f"{', '.join(choices)}; step time, breakdown and memory are predicted anew, all else is not"
     if dropped:
         yield "the cuts in the file were made for other shares and are dropped; lengths are cut by rounding the shares"
-    if _PREDICTED in edited:
+    if _FIGURES in edited:
         yield "step time, breakdown or memory in the file are not what was predicted; they are predicted anew"
-    if _COMPARED in edited:
+    if _COMPARISONS in edited:
         yield (
             "baselines, steps without a device or what is said of the search are not what was found; these cannot be "
             "redone from the file and are as the file has them"
         )
 
 
-def _check_names(plan: Plan, root: Fields) -> None:
+def _check_names(plan: Plan, root: Place) -> None:
     """A name without shares means the work shares; in a line that was typed it is more likely a slip."""
     known = {"", "state", *(name for name, _ in plan.shares.named)}
     for value, placement in _placed(plan.program):

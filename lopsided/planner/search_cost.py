@@ -63,7 +63,7 @@ class SharePrices:
         self._retaken = retaken(costs.graph)
         # Of a device in the mean: which one will be the slowest is not known yet.
         kinds = costs.cluster.kinds
-        self._drag = sum(kind.drag * kind.devices for kind in kinds) / costs.cluster.devices
+        self._compute_slowdown = sum(kind.compute_slowdown * kind.devices for kind in kinds) / costs.cluster.devices
         self._saves = {} if saves is None else saves
         self._conversions: dict[object, float] = {}
         self._fetches: dict[object, float] = {}
@@ -119,8 +119,8 @@ class SharePrices:
         return seconds
 
     def _shown(self, hidden: float) -> float:
-        """Of a second of which this part is covered, what still counts: what is covered drags on computing."""
-        return 1 - hidden * (1 - self._drag)
+        """Of a second of which this part is covered, what still counts: what is covered slows computing."""
+        return 1 - hidden * (1 - self._compute_slowdown)
 
     def is_cheap(self, node: Node) -> bool:
         touched = sum(v.elements for v in node.results)

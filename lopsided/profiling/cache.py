@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 
 from lopsided.cluster.cluster import Cluster
-from lopsided.cluster.cluster_file import MOST_BYTES_OF_A_FILE, parse_cluster
+from lopsided.cluster.cluster_file import CLUSTER_FILE, parse_cluster
 from lopsided.cluster.collectives import Network
+from lopsided.codec import read_text
 from lopsided.errors import LopsidedError
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import seat_of
 from lopsided.profiling.links import ControlGroup, occurrence
-from lopsided.profiling.load import quota_of_processors
 from lopsided.profiling.measure import Progress, measure
-from lopsided.profiling.noise import typical
+from lopsided.profiling.noise import quota_of_processors, typical
 from lopsided.profiling.op_times import Speeds, measure_speeds
 from lopsided.profiling.topology import council_of, talkers_of
 
@@ -120,11 +120,8 @@ def read(folder: Path, name: str) -> str:
     """The text of a file that is there and not old; "" otherwise."""
     path = folder / f"{name}.toml"
     try:
-        facts = path.stat()
-        if not path.is_file() or facts.st_size > MOST_BYTES_OF_A_FILE or time.time() - facts.st_mtime > _OLD_S:
-            return ""
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        return read_text(path, CLUSTER_FILE) if time.time() - path.stat().st_mtime <= _OLD_S else ""
+    except (OSError, ValueError, LopsidedError):
         return ""
 
 

@@ -1,8 +1,17 @@
-"""A program run on random leaves: forward and backward, over and over, as a device of a plan would.
+"""Dry runs: whole steps on random leaves, and what they tell of calls that were measured one by one.
 
 In: a program with its cluster and shares (`Play`), and a wire, or nobody to talk with. Out: seconds of a pass there and
 back, of one device over a network that answers at once (`alone_s`), or of all together (`together_s`). Nothing of a
 model is needed but its graph, and nothing of it is changed.
+
+Profiling makes three of them of a graph and a cluster whose calls are measured (`agreed`). One by one and again and
+again, a call finds its operands in a cache and its memory at hand; in a step it comes after all the others. So data
+parallelism is run as this device would run it, with shares by speed, forward and backward, over a network that answers
+at once; and, where there is room and time, the model as one device alone would run it: with a larger piece of the batch
+a step may be another matter, and alone nobody norms a batch together with others. By what both take the calls are
+corrected (`StepTimings`). Once links are measured data parallelism is run together with everyone, with all parameters
+gathered ahead of their use and their gradients scattered: what that takes beyond what calls and collectives add up to
+is what programs that gather parameters cost, whatever it is that hosts do then (`packing`).
 """
 
 from __future__ import annotations
@@ -11,33 +20,49 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from lopsided.calibration.calibrate import DRY_RUN, Expected, ObservedCalls, Scope
+from lopsided.calibration.comparison import expected_calls, without_overhead
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
+from lopsided.cluster.devices import Kind, Link
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.echo import LoneCommunicator
 from lopsided.comm.redistribute import Redistributor
+from lopsided.errors import LopsidedError
 from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of
-from lopsided.ir.program import Program
+from lopsided.ir.program import Program, one_device
+from lopsided.ir.rule_book import RuleBook
+from lopsided.ops.derive import derive_rules
 from lopsided.ops.op import Call
+from lopsided.planner.baselines import STATE, data_parallel, stored_cut
+from lopsided.planner.search_cost import SharePrices
+from lopsided.profiling.kinds import RankHost
 from lopsided.profiling.links import ControlGroup
-from lopsided.profiling.load import wait_for
+from lopsided.profiling.noise import BackgroundLoad, Stopwatch, wait_for
 from lopsided.profiling.op_times import REFUSED, drawn, indices_below
+from lopsided.profiling.overlap import contention_of, shared_chips
+from lopsided.profiling.topology import Topology
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.lower import lower
+from lopsided.schedule.memory import bytes_per_kind, holdings
+from lopsided.schedule.pricing import PricedStep, price
 from lopsided.schedule.schedule import BUCKET_BYTES, Decisions
+from lopsided.schedule.timeline import run
 
-FEWEST = 3  # steps, after one to warm up
+# The fewest steps that a median is taken of, after one step to warm up.
+FEWEST = 3
 
 _LOOKUPS = ("embedding", "gather", "index", "scatter", "take_along_dim", "one_hot", "cross_entropy", "nll_loss")
 
@@ -152,3 +177,272 @@ def _below(name: str, graph: Graph) -> int:
         else:
             reached |= {v.name for v in node.results if not (v.torch_dtype.is_floating_point or v.dtype == "bool")}
     return min(bounds, default=2)
+
+
+# What to run
+
+# A step is rehearsed only where memory has 1.2 times what it is predicted to hold: allocators leave gaps.
+_ROOM = 1.2
+_SMALLER = (1, 2, 4)
+"""As if there were so many times as many devices, where a piece of the batch is too large for the memory."""
+# Measured calls must make up a third of a step's expected seconds; with less, a step says little about them.
+_KNOWN = 1 / 3
+_SLOW = Link(1.0, 1e6)
+"""So that no op leaves the batch's cut for one that rounds a little better."""
+_MOST_PACKING, _HALVINGS = 1e5, 30
+_BITS, _LEAST_BYTES = 8, 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Data parallelism on a cluster, with shares by speed; in time as it is, and as if nothing lay around calls."""
+
+    book: RuleBook
+    program: Program
+    cluster: Cluster
+    shares: Shares
+    priced: PricedStep
+    bare: PricedStep
+    bucket_bytes: int = BUCKET_BYTES
+    smaller: int = 1  # device k of the cluster that was measured is device k · smaller of this one
+
+    @property
+    def play(self) -> Play:
+        return Play(self.program, self.cluster, self.shares, self.bucket_bytes)
+
+    def number_of(self, rank: int) -> int:
+        """That of a device's kind."""
+        return next(k for k, (start, stop) in enumerate(self.cluster.spans) if start <= rank < stop)
+
+    def kind_of(self, rank: int) -> Kind:
+        return self.cluster.kinds[self.number_of(rank)]
+
+
+def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | None:
+    """What to rehearse; None where it does not fit into memory or time, or was hardly measured, and then for everyone.
+
+    Decided by what all devices know of each other.
+    """
+    if not all(kind.measured for kind in cluster.kinds):
+        return None
+    try:
+        book = derive_rules(graph)
+    except LopsidedError:
+        return None
+    for smaller in _SMALLER:
+        kinds = tuple(replace(kind, count=smaller * kind.count) for kind in cluster.kinds)
+        found = _laid_out(book, replace(cluster, kinds=kinds))
+        if found is None or not all(_has_some(found, rank) for rank in range(found.cluster.devices)):
+            return None
+        if _fits(found):
+            everyone = [expected_calls(found, rank) for rank in range(found.cluster.devices)]
+            known = all(one.measured_s > _KNOWN * one.all_s for one in everyone)
+            return replace(found, smaller=smaller) if known and _in_time(everyone, budget_s) else None
+    return None
+
+
+def prepared_alone(rehearsal: Rehearsal, rank: int, budget_s: float) -> Rehearsal | None:
+    """The whole batch on this device by itself; None where that does not fit into memory or time, or is the same."""
+    if rehearsal.cluster.devices == 1:
+        return None
+    kind = rehearsal.kind_of(rank)
+    alone = replace(rehearsal.cluster, kinds=(replace(kind, nodes=1, count=1),))
+    found = _laid_out(rehearsal.book, alone)
+    return found if found is not None and _fits(found) and _in_time([expected_calls(found, 0)], budget_s) else None
+
+
+def _laid_out(book: RuleBook, cluster: Cluster) -> Rehearsal | None:
+    """Data parallelism with shares by speed, or one device alone, where nobody knows of links."""
+    graph = book.graph
+    cluster = replace(cluster, within=_SLOW, between=_SLOW, collectives=(), pairs=())
+    speeds = [kind.speed for kind in cluster.kinds for _ in range(kind.devices)]
+    shares = Shares(tuple(speed / sum(speeds) for speed in speeds))
+    costs = Costs(graph, cluster, optimizer_named("sgd"))
+    bare = Costs(graph, without_overhead(cluster), costs.optimizer)
+    try:
+        # Alone an op is itself: it has nobody to talk with.
+        program = (
+            one_device(graph)
+            if cluster.devices == 1
+            else data_parallel(book, SharePrices(costs, Scale(cluster, shares)))
+        )
+    except LopsidedError:
+        return None
+    schedule = lower(program)
+    return Rehearsal(book, program, cluster, shares, price(schedule, costs), price(schedule, bare))
+
+
+def _fits(rehearsal: Rehearsal) -> bool:
+    cluster = rehearsal.cluster
+    what = holdings(rehearsal.priced.schedule, optimizer_named("sgd"), devices=cluster.devices)
+    held = bytes_per_kind(what, Scale(cluster, rehearsal.shares))
+    return all(_ROOM * size <= kind.memory_bytes for size, kind in zip(held, cluster.kinds, strict=True))
+
+
+def _in_time(everyone: Sequence[Expected], budget_s: float) -> bool:
+    return (FEWEST + 1) * max(one.all_s for one in everyone) < budget_s
+
+
+def _has_some(rehearsal: Rehearsal, rank: int) -> bool:
+    """With an empty piece of the batch there is no step to speak of."""
+    graph, placed = rehearsal.program.graph, dict(rehearsal.program.leaves)
+    shards = [(placed[leaf.value.name], leaf.value.shape) for leaf in graph.leaves if placed[leaf.value.name].is_shard]
+    return all(pieces_of(placement, shape, rehearsal.shares)[rank] for placement, shape in shards)
+
+
+# All together
+
+
+def prepared_hiding(rehearsal: Rehearsal, cluster: Cluster, budget_s: float) -> Rehearsal | None:
+    """The same with every parameter stored cut in equal pieces, and sent a bit at a time: nearly all of it behind
+    computing.
+
+    None where there is no time for it, or no room for pieces of the batch. `cluster` is the one with its links.
+    """
+    if rehearsal.smaller > 1:
+        return None
+    size = sum(leaf.value.bytes for leaf in rehearsal.program.graph.parameters)
+    bit = min(max(size // _BITS, _LEAST_BYTES), BUCKET_BYTES)
+    equal = (1 / cluster.devices,) * cluster.devices
+    program, shares = stored_cut(rehearsal.program), Shares(rehearsal.shares.work, named=((STATE, equal),))
+    hiding = replace(rehearsal, program=program, cluster=cluster, shares=shares, bucket_bytes=bit)
+    # Once alone, to see that it runs, and once together.
+    return hiding if 2 * (FEWEST + 1) * predicted_s(hiding, 1.0) < budget_s else None
+
+
+def packing_of(rehearsal: Rehearsal, step_s: float) -> float:
+    """How many times as long as reading and writing once packing must take for a pass to take so long."""
+    low, high = 0.0, math.log(_MOST_PACKING)
+    if predicted_s(rehearsal, 1.0) >= step_s:
+        return 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if predicted_s(rehearsal, math.exp(middle)) < step_s:
+            low = middle
+        else:
+            high = middle
+    return math.exp((low + high) / 2)
+
+
+def predicted_s(rehearsal: Rehearsal, packing: float) -> float:
+    """Of a pass there and back."""
+    cluster = replace(rehearsal.cluster, packing=packing)
+    costs = Costs(rehearsal.program.graph, cluster, optimizer_named("sgd"))
+    schedule = lower(rehearsal.program, Decisions(rehearsal.bucket_bytes))
+    told = run(price(schedule, costs), costs.network, Scale(cluster, rehearsal.shares))
+    return told.forward_s + told.backward_s
+
+
+# Looks at it
+
+# The part of the profiling budget that rehearsed steps are given, and the most that they may take of it.
+REHEARSAL_PART, _AT_MOST = 0.10, 0.25
+# The most, in parts of the budget, that the step of all ranks together may take on top of it.
+_HIDING_PART = 0.35
+# How often each rehearsed step is timed before links are measured, and how often after that.
+LOOKS_BEFORE, LOOKS_AFTER = 2, 1
+_LOOKS = LOOKS_BEFORE + LOOKS_AFTER
+# A timing of more than 1.1 times the shortest one is left out of the mean: something else used the chip.
+_DISTURBED = 1.1
+
+
+def agreed(graph: Graph, cluster: Cluster, council: ControlGroup, budget_s: float) -> Rehearsal | None:
+    """The step to rehearse; it is for all or for none."""
+    return _for_all(council, prepared(graph, cluster, _AT_MOST * budget_s))
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasurements:
+    """What whole steps tell of each rank: its own step and, where that was run, one with the whole batch, each beside
+    what tables say of it; and how many times as long as with all others at rest it took (0 where that was not run).
+    Nothing, unless all ranks know."""
+
+    observed: tuple[ObservedCalls, ...] = ()
+    contentions: tuple[float, ...] = ()
+
+
+class StepTimings:
+    """Seconds of this rank's part of a step, and of a whole one by itself, taken again after some time: in the busy
+    moment of a machine that others use, all calls together look slower than they are. All ranks do all of it."""
+
+    def __init__(
+        self, rehearsal: Rehearsal, device: torch.device, council: ControlGroup, got: float, budget_s: float
+    ) -> None:
+        """`got` is the part of the time that this one's process runs."""
+        self._device, self._council, self._got = device, council, got
+        self._seat = council.rank * rehearsal.smaller
+        self._share, self._all = rehearsal, prepared_alone(rehearsal, self._seat, _AT_MOST * budget_s)
+        self._lasting_s = REHEARSAL_PART * budget_s / 2 / _LOOKS
+        self._load = BackgroundLoad(device)
+        self._looks: list[tuple[float, float]] = []
+
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            self._looks.append((self._seconds(self._share, self._seat), self._seconds(self._all, 0)))
+
+    def _seconds(self, what: Rehearsal | None, seat: int) -> float:
+        watch = Stopwatch(self._device)
+        self._council.meet(self._load)
+        taken = None if what is None else alone_s(what.play, seat, self._device, self._lasting_s, watch.now)
+        self._council.meet(self._load)
+        # By the clock of the calls, and stretched as they are: it is too short to tell what a quota makes of it.
+        return math.inf if taken is None else taken / self._got
+
+    def tell(self, seats: Sequence[RankHost]) -> StepMeasurements:
+        """What they come to."""
+        share_s, all_s = (_undisturbed_mean(seconds) for seconds in zip(*self._looks, strict=True))
+        whole = self._all if all_s < math.inf else None
+        rank, mine = self._council.rank, list[ObservedCalls]()
+        if share_s < math.inf:
+            mine.append(ObservedCalls(rank, Scope.CALLS, expected_calls(self._share, self._seat), share_s))
+            if whole is not None:
+                mine.append(ObservedCalls(rank, Scope.CALLS, expected_calls(whole, 0), all_s))
+        quiet_s = _with_others_at_rest(whole, self._device, self._council, seats, self._lasting_s)
+        contention = contention_of([quiet_s], [all_s]) if quiet_s else 0.0
+        everyone = cast(list[tuple[list[ObservedCalls], float]], self._council.hear((mine, contention)))
+        observed, contentions = zip(*everyone, strict=True)
+        if not all(steps and DRY_RUN.holds(steps[0]) for steps in observed):
+            return StepMeasurements()
+        return StepMeasurements(tuple(step for steps in observed for step in steps), contentions)
+
+
+def _with_others_at_rest(
+    what: Rehearsal | None, device: torch.device, council: ControlGroup, seats: Sequence[RankHost], lasting_s: float
+) -> float:
+    """Seconds of a step while the others of this rank's GPU wait for their turn; 0 where it was not run.
+
+    Of a processor that is shared the clock of a step does not tell: it counts seconds of work (`Stopwatch`).
+    """
+    taken = None
+    chips = shared_chips(seats) if all(seat.gpu for seat in seats) else ()
+    for turn in range(max(map(len, chips), default=0)):
+        council.gather()
+        if what is not None and any(chip[turn : turn + 1] == (council.rank,) for chip in chips):
+            taken = alone_s(what.play, 0, device, lasting_s, time.perf_counter)
+    return taken or 0.0
+
+
+def _undisturbed_mean(seconds: Sequence[float]) -> float:
+    """Without looks that took far longer than the shortest: whatever else a chip does makes a step longer.
+
+    >>> _undisturbed_mean([1.15, 1.15, 1.0]), _undisturbed_mean([1.5, 1.0, 1.1]), _undisturbed_mean([math.inf] * 2)
+    (1.0, 1.05, inf)
+    """
+    return statistics.fmean(s for s in seconds if s <= _DISTURBED * min(seconds))
+
+
+def packing(rehearsal: Rehearsal, cluster: Cluster, world: Topology) -> float:
+    """What gathering and scattering parameters costs beside sending them, by a whole step if there is time for one."""
+    council, device, rank = world.council, world.device, world.council.rank
+    hiding = _for_all(council, prepared_hiding(rehearsal, cluster, _HIDING_PART * world.budget_s))
+    if hiding is None:
+        return 1.0
+    runs = alone_s(hiding.play, rank, device, 0.0, time.perf_counter) is not None
+    if not all(council.hear(runs)):
+        return 1.0
+    return packing_of(hiding, together_s(hiding.play, world.talkers(cluster).wire, council, device))
+
+
+def _for_all(council: ControlGroup, rehearsal: Rehearsal | None) -> Rehearsal | None:
+    """It is for all or for none."""
+    return rehearsal if all(council.hear(rehearsal is not None)) else None

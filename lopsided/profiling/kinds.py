@@ -12,7 +12,7 @@ import platform
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -89,18 +89,41 @@ def took(turns: Turns, wall_per_now: float = 1.0) -> Took:
     return Took(wall_per_now * typical(there), wall_per_now * typical(back) if back else None, statistics.fmean(noises))
 
 
+def with_table(found: Found, table: Sequence[Measured]) -> Found:
+    """What was found, with the seconds of a table that has been corrected. How noisy they are does not change."""
+    now = dict(found)
+    for entry in table:
+        backward = dict(entry.backward)
+        for fraction, seconds in entry.forward:
+            key = (entry.call, fraction)
+            now[key] = replace(found[key], forward_s=seconds, backward_s=backward.get(fraction))
+    return now
+
+
 # Kinds
+
+
+def rank_kinds(seats: Sequence[RankHost], found: Sequence[Found]) -> tuple[Kind, ...]:
+    """Every rank as a kind of its own, which has all that the rank measured."""
+    return tuple(
+        Kind(
+            *(f"rank{rank}", "host", 1, 1, seat.speeds.flops_per_s, seat.speeds.bytes_per_s, seat.memory_bytes),
+            seat.speeds.launch_s,
+            measured=tuple(_table([own], list(own))),
+        )
+        for rank, (seat, own) in enumerate(zip(seats, found, strict=True))
+    )
 
 
 def kinds_of(
     seats: Sequence[RankHost],
     found: Sequence[Found],
     jobs: Sequence[OpJob],
-    drags: Sequence[float],
+    compute_slowdowns: Sequence[float],
     overheads: Sequence[float],
-    crowdings: Sequence[float] = (),
+    contentions: Sequence[float] = (),
 ) -> tuple[Kind, ...]:
-    """Runs of ranks that are alike. Without `crowdings` nobody is taken to crowd anyone."""
+    """Runs of ranks that are alike. Without `contentions` nobody is taken to crowd anyone."""
     # Only what all have measured: else one device would be priced by a clock and another by an estimate.
     keys = [key for key in found[0] if all(key in table for table in found)]
     rates = paces(seats, found, jobs)
@@ -126,9 +149,9 @@ def kinds_of(
             statistics.fmean(seats[rank].speeds.launch_s for rank in run),
             f"measured: {printable(seats[run[0]].hardware)}",
             tuple(_table([found[rank] for rank in run], keys)),
-            statistics.fmean(drags[rank] for rank in run),
+            statistics.fmean(compute_slowdowns[rank] for rank in run),
             statistics.fmean(overheads[rank] for rank in run),
-            statistics.fmean(crowdings[rank] for rank in run) if crowdings else 1.0,
+            statistics.fmean(contentions[rank] for rank in run) if contentions else 1.0,
         )
         for run, name in zip(runs, names, strict=True)
     )

@@ -18,6 +18,8 @@ mean one,
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +32,10 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from lopsided.cluster.cluster import MEASURABLE
+from lopsided.cluster.coefficients import LINK, coefficient
 from lopsided.cluster.devices import Link
 from lopsided.comm.communicator import Communicator
-from lopsided.profiling.load import BackgroundLoad, wait_for
-from lopsided.profiling.noise import noise, typical
+from lopsided.profiling.noise import BackgroundLoad, noise, typical, wait_for
 
 WAYS = tuple((collective, way) for collective, found in MEASURABLE.items() for way in found)
 """All that a cluster can have measured."""
@@ -41,14 +43,20 @@ TURNS = 2
 """Over all ways, so that a busy moment meets none of them twice."""
 
 _SIZES = tuple(2**power for power in (12, 17, 20, 22, 24, 26, 28))
-_FEWEST_SIZES = 4  # latency shows at the first, bytes per second at the last
+# Every way is timed at four sizes at least: latency shows at the smallest, bytes per second at the largest.
+_FEWEST_SIZES = 4
 _SKEWED_SIZES = (2**20, 2**22)
-_LOOKS = 3.5  # sizes of a way, in the mean
-_FEWEST, _MOST = 2, 40  # repeats in a turn
-_LONG_S, _TOO_LONG_S = 0.02, 0.2  # a size that takes so long shows the bytes per second well enough
-_MOST_S = 1.0  # nothing that would take longer is sent
+# How many sizes of a way are timed in a turn, in the mean; the time for one size is planned by it.
+_LOOKS = 3.5
+# The fewest and the most repeats of one size in a turn.
+_FEWEST, _MOST = 2, 40
+# A size that takes 20 ms shows the bytes per second, once four sizes are timed; one that takes 0.2 s, at once.
+_LONG_S, _TOO_LONG_S = 0.02, 0.2
+# Nothing is sent that would take longer than this, in seconds.
+_MOST_S = 1.0
 _SHAKES = 64
-_STEADY = 0.05  # no point is believed more than one that is off by so much
+# A point's relative error is taken to be 5 % at least: else one steady point would outweigh all others.
+_STEADY = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,3 +321,56 @@ def _talk(series: _Series, talkers: Talkers, size: int) -> tuple[Callable[[], Te
         "all_reduce": lambda: wire.all_reduce(whole, what="measuring", way=way).wait(),
     }
     return talks[series.collective], total * dtype.itemsize
+
+
+# Pairs of nodes that are unlike the others
+
+MOST_NODES = 8
+"""There are n · (n - 1) / 2 pairs: of more nodes that would take too long."""
+
+_PAIR_SIZES = (2**12, 2**18, 2**20)
+_PAIR_LOOKS = 4
+# A pair of nodes has a link of its own if a message takes twice as long as between the quickest pair.
+_SLOWER = 2.0
+_TOLD_BYTES = 2**20
+
+
+def unlike_pairs(talkers: Talkers, nodes: Sequence[str], usual: Link) -> tuple[Link, tuple[tuple[str, str, Link], ...]]:
+    """The link between most nodes (`usual`, where all are alike) and the pairs that are slower than that."""
+    first = {node: nodes.index(node) for node in dict.fromkeys(nodes)}
+    found = {
+        (one, other): _between(talkers, first[one], first[other]) for one, other in itertools.combinations(first, 2)
+    }
+    seconds = {pair: link.latency_s + _TOLD_BYTES / link.bytes_per_s for pair, link in found.items()}
+    quickest = min(seconds.values())
+    slow = [pair for pair in found if seconds[pair] > _SLOWER * quickest]
+    if not slow:
+        return usual, ()
+    others = [link for pair, link in found.items() if pair not in slow]
+    near = Link(
+        statistics.median(link.latency_s for link in others), statistics.median(link.bytes_per_s for link in others)
+    )
+    return near, tuple((one, other, found[one, other]) for one, other in slow)
+
+
+def _between(talkers: Talkers, one: int, other: int) -> Link:
+    wire, council = talkers.wire, talkers.council
+    points = []
+    for size in _PAIR_SIZES:
+        count = size // talkers.dtype.itemsize
+        peers = {one: other, other: one}
+        counts = [count if peers.get(wire.rank) == rank else 0 for rank in range(wire.size)]
+        send = torch.zeros(sum(counts), dtype=talkers.dtype, device=talkers.device)
+        times = []
+        for _ in range(_PAIR_LOOKS + 1):
+            council.gather()
+            started = time.perf_counter()
+            wire.all_to_all(send, counts, counts, what="measuring").wait()
+            wait_for(talkers.device)
+            # Only the two know: the others had nothing to wait for.
+            times.append(council.slowest(time.perf_counter() - started))
+        # The least: whoever was not running just then says nothing about the link.
+        points.append((float(size), min(times[1:])))
+    latency_s, s_per_byte, _ = line_through(points)
+    bytes_per_s = coefficient(LINK, "bytes_per_s")
+    return Link(latency_s, bytes_per_s.clamp(1 / max(s_per_byte, 1 / bytes_per_s.high)))

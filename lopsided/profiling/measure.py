@@ -23,13 +23,21 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from lopsided.calibration.calibrate import DRY_RUN, calibrate
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import parse_cluster
 from lopsided.cluster.devices import Link, Points
 from lopsided.errors import InputError
 from lopsided.ir.graph import Graph
-from lopsided.profiling.contention import measure_crowding, shared_chips
-from lopsided.profiling.correction import corrected
+from lopsided.profiling.dry_run import (
+    LOOKS_AFTER,
+    LOOKS_BEFORE,
+    REHEARSAL_PART,
+    StepMeasurements,
+    StepTimings,
+    agreed,
+    packing,
+)
 from lopsided.profiling.kinds import (
     Found,
     RankHost,
@@ -39,12 +47,23 @@ from lopsided.profiling.kinds import (
     node_names,
     paces,
     printable,
+    rank_kinds,
     seat_of,
     took,
+    with_table,
 )
 from lopsided.profiling.links import ControlGroup, Fit
-from lopsided.profiling.load import BackgroundLoad, Stopwatch, Used, quota_of_processors, used_so_far
-from lopsided.profiling.noise import NoiseStats, Notice, notices, typical
+from lopsided.profiling.noise import (
+    BackgroundLoad,
+    NoiseStats,
+    Notice,
+    Stopwatch,
+    Used,
+    notices,
+    quota_of_processors,
+    typical,
+    used_so_far,
+)
 from lopsided.profiling.op_times import (
     SHORTEST_ON_GPU_S,
     SHORTEST_S,
@@ -57,16 +76,8 @@ from lopsided.profiling.op_times import (
     run_job,
     speed_dtypes,
 )
-from lopsided.profiling.overhead import measure_overhead
-from lopsided.profiling.steps import (
-    LOOKS_AFTER,
-    LOOKS_BEFORE,
-    REHEARSAL_PART,
-    StepMeasurements,
-    StepTimings,
-    agreed,
-    packing,
-)
+from lopsided.profiling.overhead import fractions_of, measure_overhead, measure_update, trained_dtypes
+from lopsided.profiling.overlap import measure_contention, shared_chips
 from lopsided.profiling.topology import (
     BESIDE_PART,
     LINKS_PART,
@@ -77,16 +88,20 @@ from lopsided.profiling.topology import (
     sent,
     with_links,
 )
-from lopsided.profiling.updates import fractions_of, measure_update, trained_dtypes
 from lopsided.schedule.cost import fitted_line, update_call
 
 Progress = Callable[[int, int], object]
 
-_SPEEDS_PART, _OPS_PART, _UPDATES_PART, _PROBE_PART, _OVERHEAD_PART = 0.06, 0.36, 0.07, 0.05, 0.01  # of the budget
-_CROWDING_PART = 0.05  # beside it, where devices share a chip
-_PASSES = 3  # over all jobs, so that a moment's noise meets no call twice
-_LATE = 2.0  # times its part of the budget that updates may take before the rest is left out
-_UNKNOWN = Link(1e-5, 1e10)  # of a world where nobody talks
+# Parts of the budget: for the roofline, calls, updates, a glance at every call, and what lies around ops.
+_SPEEDS_PART, _OPS_PART, _UPDATES_PART, _PROBE_PART, _OVERHEAD_PART = 0.06, 0.36, 0.07, 0.05, 0.01
+# What contention takes on top of the budget, in parts of it, where devices share a chip.
+_CONTENTION_PART = 0.05
+# All calls are timed in three passes, so that a busy moment meets no call in all of its timings.
+_PASSES = 3
+# Updates may take twice their part of the budget; optimizers that are left then are not measured.
+_LATE = 2.0
+# The link of a cluster whose links are not measured yet, or of one device; no price is made of it.
+_UNKNOWN = Link(1e-5, 1e10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +127,8 @@ class Measurement:
     seconds: float
     lines: tuple[ProfileLine, ...] = ()
     ways: tuple[Fit, ...] = ()
-    drag: tuple[float, ...] = ()  # of each rank: computing lost while something is sent
-    stretch: float = 1.0
+    compute_slowdowns: tuple[float, ...] = ()  # of each rank
+    comm_slowdown: float = 1.0
     covered: float = 0.0  # part of a step's estimated seconds whose calls were measured
     noticed: tuple[Notice, ...] = ()
     rehearsed: tuple[float, ...] = ()  # of each rank: a step's calls over the same one by one; none if not rehearsed
@@ -173,22 +188,22 @@ def take_measurement(
         if looks is not None:
             looks.take(LOOKS_BEFORE)
         fits: tuple[Fit, ...] = ()
-        drags: tuple[float, ...] = (0.0,) * ranks
+        slowdowns: tuple[float, ...] = (0.0,) * ranks
         world: Topology | None = None
         if ranks > 1:
             left = iter(range(parts - link_parts(ranks) - rehearsing + 1, parts + 1))
             world = Topology(group_to_talk(group, seats), council, device, *sent(graphs), budget_s)
             speeds = paces(seats, devices.found, devices.jobs)
-            cluster, fits, drags = with_links(cluster, world, seats, speeds, lambda: progress(next(left), parts))
+            cluster, fits, slowdowns = with_links(cluster, world, seats, speeds, lambda: progress(next(left), parts))
         steps = StepMeasurements()
         if looks is not None:
             looks.take(LOOKS_AFTER)
             steps = looks.tell(seats)
-        devices = _corrected(devices, steps)
-        crowdings = _crowdings(graphs, device, council, devices, steps, _CROWDING_PART * budget_s)
-        kinds = kinds_of(seats, devices.found, devices.jobs, drags, devices.overheads, crowdings)
+        devices, rehearsed = _calibrated(devices, steps)
+        contentions = _contentions(graphs, device, council, devices, steps, _CONTENTION_PART * budget_s)
+        kinds = kinds_of(seats, devices.found, devices.jobs, slowdowns, devices.overheads, contentions)
         cluster = replace(cluster, kinds=kinds)
-        if rehearsal is not None and steps.corrections and world is not None:
+        if rehearsal is not None and steps.observed and world is not None:
             cluster = replace(cluster, packing=packing(rehearsal, cluster, world))
         if rehearsing:
             progress(parts, parts)
@@ -200,11 +215,11 @@ def take_measurement(
             time.perf_counter() - started,
             lines,
             fits,
-            drags,
-            cluster.stretch,
+            slowdowns,
+            cluster.comm_slowdown,
             covered(graphs, devices.jobs, seats[0].speeds),
             tuple(_noticed(cluster, devices)),
-            steps.ratios,
+            rehearsed,
         )
         # What rank 0 has found is what everyone goes by, to the last digit.
         told, *_ = council.hear((cluster.text(), measurement))
@@ -295,16 +310,19 @@ def _measure_devices(
     return _Devices(seats, list(found), jobs, _with_others(seats, calms, uses), list(overheads), parts)
 
 
-def _corrected(devices: _Devices, steps: StepMeasurements) -> _Devices:
-    """With calls that add up to whole steps, where these are known."""
-    if not steps.corrections:
-        return devices
-    talking = frozenset(job.text for job in devices.jobs if job.talks)
-    tables = zip(devices.found, steps.corrections, strict=True)
-    return replace(devices, found=[corrected(table, correction, talking) for table, correction in tables])
+def _calibrated(devices: _Devices, steps: StepMeasurements) -> tuple[_Devices, tuple[float, ...]]:
+    """With calls that add up to whole steps, where these are known; and how many times as long as its calls one by one
+    each rank's step took."""
+    if not steps.observed:
+        return devices, ()
+    ranks = Cluster("ranks", "", rank_kinds(devices.seats, devices.found), _UNKNOWN, _UNKNOWN)
+    found = calibrate(ranks, steps.observed, limits=DRY_RUN)
+    tables = zip(devices.found, found.cluster.kinds, strict=True)
+    corrected = [with_table(table, kind.measured) for table, kind in tables]
+    return replace(devices, found=corrected), tuple(one.factor for one in found.corrections)
 
 
-def _crowdings(
+def _contentions(
     graphs: Sequence[Graph],
     device: torch.device,
     council: ControlGroup,
@@ -315,8 +333,8 @@ def _crowdings(
     """Of each rank, by whole steps, or by calls where no step was run; nothing, where nobody shares a chip."""
     if not shared_chips(devices.seats):
         return ()
-    by_calls = measure_crowding(graphs, device, council, devices.seats, devices.found, devices.jobs, budget_s)
-    return tuple(whole or calls for whole, calls in zip(steps.crowdings or by_calls, by_calls, strict=True))
+    by_calls = measure_contention(graphs, device, council, devices.seats, devices.found, devices.jobs, budget_s)
+    return tuple(whole or calls for whole, calls in zip(steps.contentions or by_calls, by_calls, strict=True))
 
 
 def _slowest_of_each(council: ControlGroup, found: dict[str, float]) -> dict[str, float]:

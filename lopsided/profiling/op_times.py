@@ -33,26 +33,35 @@ from lopsided.ir.placement import I, Placement
 from lopsided.ops import describe
 from lopsided.ops.derive import call_rules, describe_call
 from lopsided.ops.op import Call, Local
-from lopsided.profiling.load import Stopwatch, wait_for
-from lopsided.profiling.noise import typical
+from lopsided.profiling.noise import Stopwatch, typical, wait_for
 from lopsided.schedule.flops import Work, call_text, carried_out, is_product, work_of
 
 Layouts = Mapping[str, tuple[int, ...]]
 """The dims of a value, the one with the largest stride first."""
 
 _BATCHES = 2
-_CHUNK_S = 1e-3  # of calls between two looks at the clock, where looking means waiting for a GPU
-_MOST_AHEAD = 64  # calls that the host runs ahead, since a queue takes a thousand kernels or so
+# Seconds of calls between two looks at the clock, where looking means waiting for a GPU.
+_CHUNK_S = 1e-3
+# The host queues 64 calls at most: a GPU's queue holds about a thousand kernels, and a call may be many.
+_MOST_AHEAD = 64
 _LONGEST_HEAD_START_S = 5e-3
-_TRIES = 3  # to tell a GPU of a batch in time
-_CYCLES_PER_S = 2e9  # of a GPU, at the most: a head start may be longer than it need be
-_LEAST_S = 1e-6  # no kernel is shorter, and a view has none
-_ENOUGH = 0.995  # of the estimated seconds of a step is worth measuring
-SHORTEST_S, SHORTEST_ON_GPU_S = 0.06, 0.02  # a job may take; a GPU's own clock is steadier
+# How often a batch is queued again that the host did not queue before the GPU was through with its head start.
+_TRIES = 3
+# The highest clock rate of a GPU, to turn seconds of a head start into cycles; on slower ones it is longer.
+_CYCLES_PER_S = 2e9
+# The least seconds of a call on a GPU: no kernel is shorter, and a view has none.
+_LEAST_S = 1e-6
+# Calls are chosen until they make up 99.5 % of a step's estimated seconds.
+_ENOUGH = 0.995
+# The least seconds that a job is timed for; fewer on a GPU, whose own clock is steadier.
+SHORTEST_S, SHORTEST_ON_GPU_S = 0.06, 0.02
 _LONGEST_S = 0.4
-_GLANCE = 4  # times smaller than an equal share is the part of a call that a glance is cast at
-_GLANCES_S = 3.0  # may be cast for, however short the time is
-_RUNS = 3  # of a long call: one to warm up, one or two to measure
+# A glance at a call is at a quarter of an equal share of it.
+_GLANCE = 4
+# Glances may take three seconds however short the budget is: the first calls load libraries.
+_GLANCES_S = 3.0
+# How often a long call is run: once to warm up, once or twice to measure.
+_RUNS = 3
 # What ops say to random operands; a kernel that is missing is a RuntimeError too.
 REFUSED = (RuntimeError, IndexError, ValueError, TypeError, LopsidedError)
 

@@ -24,7 +24,7 @@ from lopsided.comm.world import begin
 from lopsided.ir.graph import Graph
 from lopsided.models.by_name import load
 from lopsided.profiling.measure import Measurement, Progress, take_measurement
-from lopsided.profiling.updates import MEASURABLE_OPTIMIZERS
+from lopsided.profiling.overhead import MEASURABLE_OPTIMIZERS
 
 STANDARD = (
     "gpt2:layers=1,width=256,heads=4,seq=128,vocab=2000,batch=16",

@@ -22,17 +22,19 @@ from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import lasting_group
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import RankHost, chip_of, node_names, seat_of
-from lopsided.profiling.links import TURNS, WAYS, ControlGroup, Fit, Talkers, fit_ways
-from lopsided.profiling.load import BackgroundLoad
+from lopsided.profiling.links import MOST_NODES, TURNS, WAYS, ControlGroup, Fit, Talkers, fit_ways, unlike_pairs
+from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.op_times import Speeds
 from lopsided.profiling.overlap import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
-from lopsided.profiling.pairs import MOST_NODES, unlike_pairs
 from lopsided.schedule.schedule import BUCKET_BYTES
 
-BESIDE_PART, LINKS_PART = 0.07, 0.28  # of the budget
+# Parts of the budget: for computing beside sending, and for collectives.
+BESIDE_PART, LINKS_PART = 0.07, 0.28
 
-_PATIENCE_S = 300.0  # how long a rank waits for another that still measures
-_SKEWED = 1.25  # times the mean that the largest piece must have to tell what skew costs
+# How many seconds a rank waits for another that still measures.
+_PATIENCE_S = 300.0
+# The largest piece must be 1.25 times the mean one for a timing to tell what skew costs.
+_SKEWED = 1.25
 
 
 @contextmanager
@@ -117,7 +119,7 @@ def sent(graphs: Sequence[Graph]) -> tuple[torch.dtype, int]:
 def with_links(
     cluster: Cluster, world: Topology, seats: Sequence[RankHost], paces: Sequence[float], step: Callable[[], object]
 ) -> tuple[Cluster, tuple[Fit, ...], tuple[float, ...]]:
-    """The cluster with its collectives measured, their fits, and the drag of each rank, which kinds do not have yet."""
+    """The cluster with its collectives measured, their fits, and each rank's compute slowdown, which kinds lack yet."""
     # Groups inside hosts must be made by all processes: where only some measure, all links are taken to be alike.
     all_measure = dist.get_world_size(world.group) == dist.get_world_size()
     has_two_links = 1 < cluster.nodes < cluster.devices
@@ -135,7 +137,7 @@ def with_links(
         link, pairs = unlike_pairs(talkers, node_names(seats), link)
     reduce = next(fit.link for fit in fits if fit.collective == "all_reduce")
     beside = _beside(talkers, reduce, BESIDE_PART * world.budget_s)
-    drags = tuple(cast(list[float], world.council.hear(beside.drag)))
+    compute_slowdowns = tuple(cast(list[float], world.council.hear(beside.compute_slowdown)))
     step()
     return (
         replace(
@@ -144,10 +146,10 @@ def with_links(
             between=link,
             collectives=tuple((fit.collective, fit.way, fit.link) for fit in fits),
             pairs=pairs,
-            stretch=beside.stretch,
+            comm_slowdown=beside.comm_slowdown,
         ),
         fits,
-        drags,
+        compute_slowdowns,
     )
 
 

@@ -289,7 +289,7 @@ def kinds_table(cluster: Cluster) -> Table:
     for kind in cluster.kinds:
         label = f"{kind.node}/{kind.name}" + (f" × {kind.devices}" if kind.devices > 1 else "")
         speeds = [dict(kind.flops_per_s).get(dtype) for dtype in dtypes]
-        rest = (kind.bytes_per_s, kind.launch_s, kind.memory_bytes, kind.drag or None)
+        rest = (kind.bytes_per_s, kind.launch_s, kind.memory_bytes, kind.compute_slowdown or None)
         rows.append(Row((Cell(kind.name, label), kind.devices, *speeds, *rest)))
     return Table("devices", columns, tuple(rows))
 

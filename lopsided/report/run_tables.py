@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from lopsided.calibration.comparison import AROUND, DRAG, Comparison, ComparisonLine
-from lopsided.calibration.feedback import Calibrated
+from lopsided.calibration.calibrate import Calibrated
+from lopsided.calibration.comparison import AROUND, SLOWED, Comparison, ComparisonLine
 from lopsided.calibration.run_record import NETWORK
 from lopsided.profiling.measure import Measurement, ProfileLine
 from lopsided.report.plan_tables import kinds_table
@@ -88,7 +88,7 @@ def verdict(line: ComparisonLine, *, of_bytes: bool = False) -> str:
     """What is to be said of a prediction."""
     if line.what in AROUND and not line.predicted:
         return "taken to be free"
-    if line.what == DRAG:
+    if line.what == SLOWED:
         return "measured within the ops"
     return error_text(line.error, *(("much", "little") if of_bytes else ("long", "short")))
 
@@ -281,9 +281,9 @@ def measurement_lines(found: Measurement) -> Iterator[str]:
     """Devices, calls, updates, collectives, and what was noticed."""
     kinds = found.cluster.kinds
     yield from text_lines(kinds_table(found.cluster), indent=0, width=PROFILE_WIDTH)
-    crowdings = [kind.crowding for kind in kinds]
-    if max(crowdings) > _CROWDED:
-        yield f"devices that share a chip are {_times(crowdings)} times as fast alone as all together"
+    contentions = [kind.contention for kind in kinds]
+    if max(contentions) > _CROWDED:
+        yield f"devices that share a chip are {_times(contentions)} times as fast alone as all together"
     for hardware in dict.fromkeys(kind.source.removeprefix("measured: ") for kind in kinds):
         yield f"  {short(hardware, PROFILE_WIDTH - 2)}"
     yield ""
@@ -304,8 +304,8 @@ def measurement_lines(found: Measurement) -> Iterator[str]:
 def _way_lines(found: Measurement) -> Iterator[str]:
     yield from text_lines(collective_table(found), indent=0, width=PROFILE_WIDTH)
     yield (
-        f"behind computing they take {found.stretch:.2f} times as long, and computing loses "
-        f"{percent(min(found.drag))} to {percent(max(found.drag))}"
+        f"behind computing they take {found.comm_slowdown:.2f} times as long, and computing loses "
+        f"{percent(min(found.compute_slowdowns))} to {percent(max(found.compute_slowdowns))}"
     )
     if found.cluster.packing > 1:
         packing = f"{found.cluster.packing:.1f} times as long as to read and write it once"
@@ -329,9 +329,12 @@ def measurement_json(found: Measurement) -> dict[str, object]:
         "op_noise": found.op_noise,
         "link_error": found.link_error,
         "link_noise": found.link_noise,
-        "stretch": found.stretch,
+        "comm_slowdown": found.comm_slowdown,
         "rehearsed": list(found.rehearsed),
-        "devices": [{"name": name, "drag": drag} for name, drag in zip(cluster.device_names, found.drag, strict=True)],
+        "devices": [
+            {"name": name, "compute_slowdown": part}
+            for name, part in zip(cluster.device_names, found.compute_slowdowns, strict=True)
+        ],
         "calls": records(call_table(found, found.lines)),
         "collectives": records(collective_table(found)),
         "noticed": [{"about": n.about, "device": n.device, "text": n.text} for n in found.noticed],

@@ -7,7 +7,7 @@ In: several plans of one graph, the same on every rank. Out: a plan, the same on
 Predictions rank plans well and not perfectly; where several are predicted to take about as long, some steps of each
 cost less than an hour with the wrong one. And a device that is a little slower than its tables say makes all others
 wait in every step: its own part of a step, run by itself, shows it (`rebalance`). What is run is the whole
-step but for the optimizer, whose prediction is added, on random leaves (`rehearse`): the model itself is not needed,
+step but for the optimizer, whose prediction is added, on random leaves (`dry_run`): the model itself is not needed,
 and nothing of it is changed.
 """
 
@@ -33,15 +33,19 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.profiling.dry_run import Play, alone_s, together_s
 from lopsided.profiling.links import ControlGroup
-from lopsided.profiling.load import BackgroundLoad
 from lopsided.profiling.measure import undisturbed
+from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.topology import council_of
 from lopsided.runtime.agreement import from_first, in_group_order
 
-_ROUNDS = 2  # over all plans, so that a busy moment does not fall on one alone
-_CLEARLY = 0.99  # times what the first plan takes: by less, chance decides
-_CLOSE = 1.1  # times what the quickest takes: so near, it may have been the better one
-_OWN_S = 0.5  # for which a device runs its part of a step by itself, and a few steps at least
+# All plans are tried in two rounds, so that a busy moment does not fall on one of them alone.
+_ROUNDS = 2
+# Another plan is taken if its step takes less than 0.99 of the first one's: by less, chance would decide.
+_CLEARLY = 0.99
+# Plans that took up to 1.1 times as long as the quickest are tried again beside it: they may be the better ones.
+_CLOSE = 1.1
+# Seconds for which a device runs its part of a step by itself, and a few steps at least.
+_OWN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ messages. All it does is add and take maxima, and it remembers what was the maxi
     a blocking message        t_k = lane = max(t, lane) + seconds                `CriticalPath._meet`
     a bucket of gradients     lane = max(t, lane) + seconds                      waited for by the optimizer
     a bucket of parameters    the same                                           waited for by its first consumer
-    either of them            t_k += drag_k · its seconds beside computing       `FoldedStep._send`
+    either of them            t_k += slowdown_k · its seconds beside computing       `FoldedStep._send`
     waiting for a message     t_k = max(t_k, its end)
     seconds of a message      latency + bytes · (a + b · largest)                `Message.largest`
     the step                  max(t), the length of its longest path             `CriticalPath.path`
@@ -156,7 +156,7 @@ class FoldedStep:
 
     def __init__(self, priced: PricedStep, network: Network) -> None:
         self.kinds = len(network.cluster.kinds)
-        self._network, self._drags = network, tuple(kind.drag for kind in network.cluster.kinds)
+        self._network, self._slowdowns = network, tuple(kind.compute_slowdown for kind in network.cluster.kinds)
         self._computed = priced.computed
         self.events: list[tuple[str, int]] = []
         self._segments: dict[Segment, int] = {}
@@ -188,11 +188,11 @@ class FoldedStep:
     def _send(self, manner: str, transfers: Sequence[Transfer]) -> None:
         message = _message(transfers)
         self._add(manner, self._messages.setdefault(message, len(self._messages)))
-        if manner == _SEND and any(self._drags):
+        if manner == _SEND and any(self._slowdowns):
             # In equal pieces: handling bytes takes what it takes, however unequal they are.
             alone_s = self._network.best(message.collective, message.size).seconds(message.size)
-            taken = alone_s * self._network.cluster.stretch
-            segment = Segment(tuple(taken * drag for drag in self._drags), ())
+            taken = alone_s * self._network.cluster.comm_slowdown
+            segment = Segment(tuple(taken * slowdown for slowdown in self._slowdowns), ())
             self.events.append((_COMPUTE, self._segments.setdefault(segment, len(self._segments))))
 
     def _add_pass(self, items: Sequence[Item]) -> None:

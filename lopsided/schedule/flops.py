@@ -397,6 +397,11 @@ def carried_out(text: str, how: str) -> str:
     return text if how in ("plain", "sfb") else f"{text} by {how}"
 
 
+def asks_others(text: str) -> bool:
+    """Whether a call of this text asks other devices on its way: it is carried out by something else than its op."""
+    return " by " in text.rpartition(")")[2]
+
+
 def call_texts(node: Node, values: Mapping[str, Value], how: str) -> tuple[str, ...]:
     """The names under which a table may have what a call takes, the nearest first: the op alone will do."""
     text = call_text(node, values)

@@ -12,11 +12,11 @@ lane of communication, first in, first out, as one stream of a communication lib
     the optimizer                starts when all gradients are synchronised
     the step                     ends with the slowest kind
 
-What is sent behind computing is not quite free. As long as anyone computes beside it, it is `Cluster.stretch` times as
-long under way, and takes a part (`Kind.drag`) of what those compute meanwhile: communication threads use the core that
-computes, kernels of a communication library the multiprocessors. When all stand and wait for it, the rest of it takes
-what it takes alone. A stretch below one says that transfers in a row overlap: then it is the last in the row alone that
-takes as long as it does by itself.
+What is sent behind computing is not quite free. As long as anyone computes beside it, it is `Cluster.comm_slowdown`
+times as long under way, and takes a part (`Kind.compute_slowdown`) of what those compute meanwhile: communication
+threads use the core that computes, kernels of a communication library the multiprocessors. When all stand and wait for
+it, the rest of it takes what it takes alone. A slowdown below one says that transfers in a row overlap: then it is the
+last in the row alone that takes as long as it does by itself.
 
 A bucket pays the latency once. Its bytes add up, and so does bytes × largest, since the price of an algorithm is linear
 in both.
@@ -172,8 +172,8 @@ class _Lanes:
     ) -> None:
         self.network, self.scale, self.items, self.events = network, scale, computed, events
         self.kinds = [kind.name for kind in scale.cluster.kinds]
-        self.left = tuple(max(1 - kind.drag, _LEAST_LEFT) for kind in scale.cluster.kinds)
-        self.stretch = network.cluster.stretch
+        self.left = tuple(max(1 - kind.compute_slowdown, _LEAST_LEFT) for kind in scale.cluster.kinds)
+        self.comm_slowdown = network.cluster.comm_slowdown
         self.now = [0.0] * len(self.kinds)
         self.computed, self.waiting, self.exposed = [list(self.now) for _ in range(3)]
         self.free = 0.0  # when the network's lane is, if computing goes on
@@ -258,7 +258,7 @@ class _Lanes:
         start = max(*self.now, self.free)
         taken = self.seconds(bucket.collective, size, largest)
         self.hiding += taken
-        self.free = start + self.stretch * taken
+        self.free = start + self.comm_slowdown * taken
         number = len(self.hiding_ones)
         self.hiding_ones.append(_Hiding(bucket, largest, taken, start, self.free))
         if isinstance(bucket, GatherBucket):
@@ -271,14 +271,14 @@ class _Lanes:
         if number < self.passed:
             return
         arrived = clock = max(self.now)
-        last, overlapping = len(self.hiding_ones) - 1, min(self.stretch, 1.0)
+        last, overlapping = len(self.hiding_ones) - 1, min(self.comm_slowdown, 1.0)
         for k, one in enumerate(self.hiding_ones[self.passed :], self.passed):
             if one.end <= arrived:
                 continue
-            left_s = one.alone_s if one.start >= arrived else (one.end - arrived) / self.stretch
+            left_s = one.alone_s if one.start >= arrived else (one.end - arrived) / self.comm_slowdown
             one.start = min(one.start, clock)
             awaited = overlapping if k < last else 1.0
-            clock = one.end = clock + left_s * (awaited if k <= number else self.stretch)
+            clock = one.end = clock + left_s * (awaited if k <= number else self.comm_slowdown)
         if clock > arrived:
             self.free = clock
         self.stand_still(self.hiding_ones[number].end)

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from lopsided.calibration.comparison import confront, fraction_of
-from lopsided.calibration.feedback import fed_back, learnt
+from lopsided.calibration.feedback import calibrated_by
 from lopsided.calibration.run_record import COMPUTE, NETWORK, OPTIMIZER, DeviceRun, Run, Span, StepRun
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
@@ -25,12 +25,12 @@ from lopsided.schedule.pricing import Computed
 from tests.support.schedules import lay_out
 
 
-def cluster_of(*, measured: tuple[Measured, ...] = (), overhead_s: float = 0.0, stretch: float = 1.0) -> Cluster:
+def cluster_of(*, measured: tuple[Measured, ...] = (), overhead_s: float = 0.0, comm_slowdown: float = 1.0) -> Cluster:
     kinds = tuple(
         Kind(name, "box", 1, 1, (("f32", flops),), 1e9, 2**34, 1e-6, "", measured, 0.0, overhead_s)
         for name, flops in (("fast", 4e8), ("slow", 2e8))
     )
-    return Cluster("two", "Made up.", kinds, Link(1e-5, 1e9), Link(1e-5, 1e9), stretch=stretch)
+    return Cluster("two", "Made up.", kinds, Link(1e-5, 1e9), Link(1e-5, 1e9), comm_slowdown=comm_slowdown)
 
 
 @cache
@@ -94,7 +94,7 @@ def test_ops_take_what_the_run_saw(overhead_s: float) -> None:
     plan = plan_on(cluster_of(measured=measured_updates(), overhead_s=overhead_s))
     run = run_of(plan, lambda call: 3.0 if "linear" in call else 0.5)
     before = confront(run)
-    learnt_plan = replace(plan, on=fed_back(run), cluster=fed_back(run))
+    learnt_plan = replace(plan, on=calibrated_by(run).cluster, cluster=calibrated_by(run).cluster)
     after = confront(replace(run, plan=learnt_plan))
     for was, now in zip(before.busy, after.busy, strict=True):
         assert abs(was.error) > 0.2
@@ -107,7 +107,7 @@ def measured_updates() -> tuple[Measured, ...]:
 
 def test_a_run_that_went_as_planned_changes_next_to_nothing() -> None:
     plan = plan_on(cluster_of(measured=measured_updates()))
-    again = fed_back(run_of(plan, times_as_long(1.0)))
+    again = calibrated_by(run_of(plan, times_as_long(1.0))).cluster
     assert busy(again, plan) == pytest.approx(busy(plan.cluster, plan), rel=0.02)
     for collective, way, link in again.collectives:
         said = next(w for w in Network(plan.on).ways(collective) if w.implementation == way)
@@ -116,7 +116,7 @@ def test_a_run_that_went_as_planned_changes_next_to_nothing() -> None:
 
 def test_updates_are_scaled() -> None:
     plan = plan_on(cluster_of(measured=measured_updates()))
-    again = fed_back(run_of(plan, lambda call: 2.0 if call == OPTIMIZER else 1.0))
+    again = calibrated_by(run_of(plan, lambda call: 2.0 if call == OPTIMIZER else 1.0)).cluster
     for kind in again.kinds:
         points = next(entry.forward for entry in kind.measured if entry.call.startswith("update:"))
         assert [seconds for _, seconds in points] == pytest.approx([4e-5, 4e-3])
@@ -127,7 +127,7 @@ def test_measured_calls_keep_their_shape() -> None:
     node = next(node for node in graph.nodes if "linear" in node.op)
     entry = Measured(call_text(node, graph.values), ((0.5, 3e-4), (1.0, 5e-4)), ((0.5, 6e-4), (1.0, 1e-3)))
     plan = plan_on(cluster_of(measured=(entry,)))
-    again = fed_back(run_of(plan, lambda call: 2.0 if call == entry.call else 1.0))
+    again = calibrated_by(run_of(plan, lambda call: 2.0 if call == entry.call else 1.0)).cluster
     for kind in again.kinds:
         (found,) = [one for one in kind.measured if one.call == entry.call]
         assert [seconds for _, seconds in found.forward] == pytest.approx([6e-4, 1e-3])
@@ -137,7 +137,7 @@ def test_measured_calls_keep_their_shape() -> None:
 def test_collectives_are_scaled_way_by_way() -> None:
     plan = plan_on(cluster_of())
     run = run_of(plan, times_as_long(1.0), talk=1.7)
-    again = fed_back(run)
+    again = calibrated_by(run).cluster
     used = {(span.collective, span.way) for span in run.devices[0].recorded[0].spans if span.lane == NETWORK}
     assert used
     for collective, way in used:
@@ -150,8 +150,8 @@ def test_collectives_are_scaled_way_by_way() -> None:
 
 def test_what_hid_behind_computing_was_stretched() -> None:
     """Twice as long, because devices computed beside it: that is not the link's fault."""
-    plan = plan_on(cluster_of(stretch=2.0))
-    again = fed_back(run_of(plan, times_as_long(1.0), talk=2.0, standing=0.0))
+    plan = plan_on(cluster_of(comm_slowdown=2.0))
+    again = calibrated_by(run_of(plan, times_as_long(1.0), talk=2.0, standing=0.0)).cluster
     for collective, way, link in again.collectives:
         said = next(w for w in Network(plan.on).ways(collective) if w.implementation == way)
         assert link.latency_s == pytest.approx(said.latency_s)
@@ -159,23 +159,23 @@ def test_what_hid_behind_computing_was_stretched() -> None:
 
 def test_the_cluster_is_a_legal_one_and_says_where_it_comes_from() -> None:
     plan = plan_on(cluster_of())
-    once = fed_back(run_of(plan, times_as_long(1.3)))
+    once = calibrated_by(run_of(plan, times_as_long(1.3))).cluster
     assert parse_cluster(once.text()) == once
     assert once.device_names == plan.cluster.device_names
     assert "Made up. Corrected by a run of gpt2" in once.about
-    twice = fed_back(run_of(plan_on(once), times_as_long(1.3)))
+    twice = calibrated_by(run_of(plan_on(once), times_as_long(1.3))).cluster
     assert twice.about.count("Corrected by a run") == 1
 
 
 def test_corrections_are_told() -> None:
     plan = plan_on(cluster_of(measured=measured_updates()))
-    fed = learnt(run_of(plan, times_as_long(2.0), talk=3.0))
+    fed = calibrated_by(run_of(plan, times_as_long(2.0), talk=3.0))
     assert {round(one.factor, 6) for one in fed.corrections if one.kind} == {2.0}
     assert {round(one.factor, 6) for one in fed.corrections if not one.kind} == {3.0}
     assert any(one.what == OPTIMIZER for one in fed.corrections)
 
 
 def test_nonsense_does_not_change_a_figure_without_bound() -> None:
-    fed = learnt(run_of(plan_on(cluster_of()), times_as_long(1e9)))
+    fed = calibrated_by(run_of(plan_on(cluster_of()), times_as_long(1e9)))
     assert max(one.factor for one in fed.corrections) == 20.0
     assert parse_cluster(fed.cluster.text()) == fed.cluster

@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 
-from lopsided.calibration.rebalance import computing_s, rebalanced
+from lopsided.calibration.comparison import computing_s
+from lopsided.calibration.rebalance import rebalanced
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.devices import Kind, Link

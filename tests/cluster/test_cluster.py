@@ -34,9 +34,9 @@ def clusters(draw: st.DrawFn) -> Cluster:
         measured = tuple(Measured(call, *points) for call, points in tables.items())
         numbers = draw(RATES), draw(st.integers(1, 2**60)), draw(SECONDS)
         count = draw(st.integers(1, 3))
-        crowding = draw(st.one_of(st.just(1.0), st.floats(1, 100)))
+        contention = draw(st.one_of(st.just(1.0), st.floats(1, 100)))
         one = Kind(draw(NAMES), node, places[node], count, tuple(speeds.items()), *numbers, draw(WORDS), measured)
-        kinds.append(replace(one, crowding=crowding))
+        kinds.append(replace(one, contention=contention))
     ways = [(collective, way) for collective, names in MEASURABLE.items() for way in names]
     taken = draw(st.lists(st.sampled_from(ways), unique=True))
     try:
@@ -224,11 +224,11 @@ def test_speeds_of_dtypes_that_are_not_listed() -> None:
 # Links and what sending costs
 
 
-def test_drag_stretch_skew_and_links_between_two_nodes_print_and_load_back() -> None:
+def test_slowdowns_skew_and_links_between_two_nodes_print_and_load_back() -> None:
     one = Cluster(
         "c",
         "",
-        (replace(kind(node="a"), drag=0.25, overhead_s=1e-5), kind(node="b"), kind(node="d")),
+        (replace(kind(node="a"), compute_slowdown=0.25, overhead_s=1e-5), kind(node="b"), kind(node="d")),
         Link(1e-5, 1e10),
         Link(1e-4, 1e8),
         (("all_gather", "padded", Link(1e-3, 1e8, 0.5)),),
@@ -236,8 +236,8 @@ def test_drag_stretch_skew_and_links_between_two_nodes_print_and_load_back() -> 
         1.5,
     )
     assert parse_cluster(one.text()) == one
-    plain = replace(one, pairs=(), stretch=1.0, collectives=(("all_gather", "padded", Link(1e-3, 1e8)),))
-    assert len({one.fingerprint, plain.fingerprint, replace(one, stretch=2.0).fingerprint}) == 3
+    plain = replace(one, pairs=(), comm_slowdown=1.0, collectives=(("all_gather", "padded", Link(1e-3, 1e8)),))
+    assert len({one.fingerprint, plain.fingerprint, replace(one, comm_slowdown=2.0).fingerprint}) == 3
     assert one.without_node("d").pairs == ()
     assert one.without_node("b").pairs == one.pairs
 
@@ -266,10 +266,10 @@ def test_a_link_of_its_own_needs_a_node_of_its_own() -> None:
 # Crowding
 
 
-def crowded(name: str = "gpu", crowding: float = 1.6, count: int = 1, node: str = "box", nodes: int = 1) -> Kind:
+def crowded(name: str = "gpu", contention: float = 1.6, count: int = 1, node: str = "box", nodes: int = 1) -> Kind:
     table = (Measured("f()", ((0.5, 0.4), (1.0, 0.8)), ((1.0, 1.6),)), Measured("update:sgd(f32[9])", ((1.0, 0.2),)))
-    one = replace(kind(name, node, nodes, count), measured=table, drag=0.25, overhead_s=1e-5)
-    return replace(one, crowding=crowding)
+    one = replace(kind(name, node, nodes, count), measured=table, compute_slowdown=0.25, overhead_s=1e-5)
+    return replace(one, contention=contention)
 
 
 def numbers(one: Kind) -> list[float]:
@@ -280,7 +280,7 @@ def numbers(one: Kind) -> list[float]:
 
 def assert_times(now: Kind, was: Kind, times: float) -> None:
     assert numbers(now) == pytest.approx([times * number for number in numbers(was)])
-    assert (now.memory_bytes, now.drag) == (was.memory_bytes, was.drag)
+    assert (now.memory_bytes, now.compute_slowdown) == (was.memory_bytes, was.compute_slowdown)
     fractions = [[[f for f, _ in points] for points in (m.forward, m.backward)] for m in now.measured]
     assert fractions == [[[f for f, _ in points] for points in (m.forward, m.backward)] for m in was.measured]
 
@@ -288,29 +288,29 @@ def assert_times(now: Kind, was: Kind, times: float) -> None:
 def test_crowding_prints_loads_back_and_is_part_of_a_fingerprint() -> None:
     one = cluster(crowded(), crowded("t4"))
     assert parse_cluster(one.text()) == one
-    assert one.text().count("crowding = 1.6") == 2
-    others = [cluster(crowded(crowding=c), crowded("t4")) for c in (1.0, 1.7)]
+    assert one.text().count("contention = 1.6") == 2
+    others = [cluster(crowded(contention=c), crowded("t4")) for c in (1.0, 1.7)]
     assert len({one.fingerprint, *(other.fingerprint for other in others)}) == 3
-    assert "crowding" not in cluster(kind()).text()
+    assert "contention" not in cluster(kind()).text()
 
 
 def test_fingerprints_of_clusters_without_crowding_stay() -> None:
     assert load_cluster("hap-64").fingerprint == "502bcd4d98afb61a"
     assert load_cluster("3090+3060").fingerprint == "7fc54826a0bd11be"
-    measured = replace(kind(count=2), drag=0.25, overhead_s=1e-5)
+    measured = replace(kind(count=2), compute_slowdown=0.25, overhead_s=1e-5)
     assert cluster(measured, kind("t4")).fingerprint == "1bd3e0c86b80820d"
 
 
 def test_fewer_devices_of_a_node_are_faster() -> None:
     """c = 1.6, n = 4: alone 1 / 1.6 of the seconds, with m at work (1 + 0.6 (m - 1) / 3) / 1.6."""
-    one = cluster(crowded("a"), crowded("b", crowding=2.0, count=2), crowded("c"))
+    one = cluster(crowded("a"), crowded("b", contention=2.0, count=2), crowded("c"))
     (alone,) = one.only([0]).kinds
     assert_times(alone, one.kinds[0], 1 / 1.6)
-    assert alone.crowding == 1
+    assert alone.contention == 1
     a, c = one.only([0, 2]).kinds
     for left, was in ((a, one.kinds[0]), (c, one.kinds[2])):
         assert_times(left, was, 1.2 / 1.6)
-        assert left.crowding == pytest.approx(1.2)
+        assert left.contention == pytest.approx(1.2)
     a, b = one.only([0, 1]).kinds
     assert_times(a, one.kinds[0], 1.4 / 1.6)
     assert_times(b, one.kinds[1], (1 + 2 / 3) / 2)
@@ -323,7 +323,7 @@ def test_devices_lost_one_by_one_are_as_fast_as_if_lost_at_once() -> None:
     at_once = one.only([0, 2])
     for slowly, quickly in zip(less.kinds, at_once.kinds, strict=True):
         assert_times(slowly, quickly, 1.0)
-        assert slowly.crowding == pytest.approx(quickly.crowding)
+        assert slowly.contention == pytest.approx(quickly.contention)
 
 
 def test_other_nodes_crowd_nobody() -> None:
@@ -333,7 +333,7 @@ def test_other_nodes_crowd_nobody() -> None:
     assert one.without_node("other-2").kinds[1] == replace(one.kinds[1], nodes=2)
     a, others, odd = one.without_device("other-1/b-2").kinds
     assert (a, others) == (one.kinds[0], replace(one.kinds[1], nodes=2))
-    assert (odd.node, odd.count, odd.crowding) == ("other-3", 1, 1.0)
+    assert (odd.node, odd.count, odd.contention) == ("other-3", 1, 1.0)
     assert_times(odd, one.kinds[1], 1 / 1.6)
 
 
@@ -344,7 +344,7 @@ def test_devices_that_do_not_crowd_each_other_stay_as_they_are() -> None:
 
 
 def test_no_speed_grows_beyond_what_a_file_may_say() -> None:
-    fast = replace(crowded(crowding=100.0, count=2), flops_per_s=(("f32", 1e24),), bytes_per_s=1e18)
+    fast = replace(crowded(contention=100.0, count=2), flops_per_s=(("f32", 1e24),), bytes_per_s=1e18)
     less = cluster(fast).without_device("box/gpu-1")
     assert parse_cluster(less.text()) == less
 

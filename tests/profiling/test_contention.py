@@ -19,12 +19,12 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.graph import Graph
 from lopsided.models import zoo
 from lopsided.ops.derive import derive_rules
-from lopsided.profiling import steps
-from lopsided.profiling.contention import arranged, crowding_of, measure_crowding, shared_chips
+from lopsided.profiling import dry_run
+from lopsided.profiling.dry_run import Rehearsal, _laid_out
 from lopsided.profiling.kinds import Found, RankHost, Took, kinds_of, seat_of
 from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.op_times import OpJob, Speeds, choose_jobs
-from lopsided.profiling.step_times import Rehearsal, _laid_out
+from lopsided.profiling.overlap import arranged, contention_of, measure_contention, shared_chips
 from lopsided.profiling.topology import council_of
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def crowding_here(graph: Graph, jobs: tuple[OpJob, ...], seconds: float, names: 
         with council_of(None) as council:
             seats = council.hear(seat_of(CPU, SPEEDS))
             found = [{job.key: Took(seconds, seconds) for job in jobs}] * len(seats)
-            return measure_crowding([graph], CPU, council, seats, found, jobs, 0.4)  # type: ignore[arg-type]
+            return measure_contention([graph], CPU, council, seats, found, jobs, 0.4)  # type: ignore[arg-type]
     finally:
         platform.node = real
 
@@ -70,7 +70,7 @@ def test_every_rank_hears_the_same(crews: Callable[[int], WorkerPool], seconds: 
     told = crews(3).run(crowding_here, small_graph(), small_jobs(), seconds, ("a", "b", "a"))
     assert told[0] == told[1] == told[2]
     assert len(told[0]) == 3
-    assert all(math.isfinite(crowding) and 1 <= crowding <= 100 for crowding in told[0])
+    assert all(math.isfinite(contention) and 1 <= contention <= 100 for contention in told[0])
     assert told[0][1] == 1
 
 
@@ -78,7 +78,7 @@ def test_who_shares_nothing_is_not_measured() -> None:
     jobs, seats = small_jobs(), [seat("a"), seat("b"), seat("b", gpu="0")]
     found = [table_of(1e-3)] * 3
     # There is nobody to agree with: it would fail if it were tried.
-    assert measure_crowding([small_graph()], CPU, ControlGroup(None), seats, found, jobs, 1.0) == (1.0, 1.0, 1.0)
+    assert measure_contention([small_graph()], CPU, ControlGroup(None), seats, found, jobs, 1.0) == (1.0, 1.0, 1.0)
 
 
 # Whole steps
@@ -95,13 +95,13 @@ def turn_taken(gpus: tuple[str, ...], what: Rehearsal | None) -> tuple[float, fl
         ended = time.monotonic()
         return 2.0
 
-    real, steps.alone_s = steps.alone_s, run
+    real, dry_run.alone_s = dry_run.alone_s, run
     try:
         with council_of(None) as council:
             seats = [seat(gpu=gpu) for gpu in gpus]
-            return steps._with_others_at_rest(what, CPU, council, seats, 0.1), began, ended
+            return dry_run._with_others_at_rest(what, CPU, council, seats, 0.1), began, ended
     finally:
-        steps.alone_s = real
+        dry_run.alone_s = real
 
 
 def test_those_of_one_gpu_rehearse_in_turn_and_others_at_the_same_time(crews: Callable[[int], WorkerPool]) -> None:
@@ -121,7 +121,7 @@ def test_those_of_one_gpu_rehearse_in_turn_and_others_at_the_same_time(crews: Ca
 
 
 @pytest.mark.parametrize(
-    ("alone", "together", "crowding"),
+    ("alone", "together", "contention"),
     [
         ([1.0, 1.0, 7.0], [1.25, 1.25, 9.0], 1.25),
         ([1.0], [0.8], 1.0),
@@ -133,8 +133,8 @@ def test_those_of_one_gpu_rehearse_in_turn_and_others_at_the_same_time(crews: Ca
         ([math.nan], [math.nan], 1.0),
     ],
 )
-def test_a_ratio_of_medians_within_bounds(alone: list[float], together: list[float], crowding: float) -> None:
-    assert crowding_of(alone, together) == crowding
+def test_a_ratio_of_medians_within_bounds(alone: list[float], together: list[float], contention: float) -> None:
+    assert contention_of(alone, together) == contention
 
 
 def test_chips_are_shared_by_processes_of_a_host_or_a_gpu() -> None:
@@ -177,5 +177,5 @@ def test_what_one_rank_did_not_find_is_not_run() -> None:
 def test_a_kind_has_the_mean_crowding_of_its_ranks() -> None:
     seats, found, nothing = [seat()] * 3, [table_of(1.0), table_of(2.0), table_of(2.0)], [0.0] * 3
     kinds = kinds_of(seats, found, small_jobs(), nothing, nothing, (1.5, 2.0, 3.0))
-    assert [(kind.count, kind.crowding) for kind in kinds] == [(1, 1.5), (2, 2.5)]
-    assert [kind.crowding for kind in kinds_of(seats, found, small_jobs(), nothing, nothing)] == [1.0, 1.0]
+    assert [(kind.count, kind.contention) for kind in kinds] == [(1, 1.5), (2, 2.5)]
+    assert [kind.contention for kind in kinds_of(seats, found, small_jobs(), nothing, nothing)] == [1.0, 1.0]

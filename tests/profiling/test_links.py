@@ -14,9 +14,9 @@ from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.cluster.devices import Kind, Link
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.worker_pool import WorkerPool
-from lopsided.profiling import pairs as measure_pairs
+from lopsided.profiling import links
 from lopsided.profiling.links import ControlGroup, Fit, LinkSample, Talkers, fit_ways, fitted, line_through
-from lopsided.profiling.load import BackgroundLoad
+from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.overlap import measure_beside
 
 CPU = torch.device("cpu")
@@ -107,18 +107,18 @@ def test_all_ranks_fit_the_same(crews: Callable[[int], WorkerPool]) -> None:
 
 def beside() -> tuple[float, float]:
     found = measure_beside(talkers(), 2**20, 0.2)
-    return found.drag, found.stretch
+    return found.compute_slowdown, found.comm_slowdown
 
 
-def test_drag_is_a_part_and_stretch_is_agreed_on(crews: Callable[[int], WorkerPool]) -> None:
+def test_the_compute_slowdown_is_a_part_and_the_comm_slowdown_is_agreed_on(crews: Callable[[int], WorkerPool]) -> None:
     found = crews(2).run(beside)
-    assert all(0 <= drag <= 1 for drag, _ in found)
+    assert all(0 <= slowdown <= 1 for slowdown, _ in found)
     assert found[0][1] == found[1][1] > 0
 
 
 def pairs(slow: bool) -> tuple[Link, tuple[tuple[str, str, Link], ...]]:
     """As if what rank 2 sends and receives went over a slow link."""
-    real = measure_pairs._between
+    real = links._between
     made = talkers()
 
     def between(talkers: Talkers, one: int, other: int) -> Link:
@@ -126,11 +126,11 @@ def pairs(slow: bool) -> tuple[Link, tuple[tuple[str, str, Link], ...]]:
         assert link.bytes_per_s > 0
         return Link(1e-3, 1e6) if slow and 2 in (one, other) else Link(1e-4, 1e9)
 
-    measure_pairs._between = between
+    links._between = between
     try:
-        return measure_pairs.unlike_pairs(made, ["a", "b", "c"], Link(5e-4, 5e8))
+        return links.unlike_pairs(made, ["a", "b", "c"], Link(5e-4, 5e8))
     finally:
-        measure_pairs._between = real
+        links._between = real
 
 
 def test_slow_pairs_are_told_from_the_others(crews: Callable[[int], WorkerPool]) -> None:

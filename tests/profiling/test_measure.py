@@ -33,7 +33,7 @@ from lopsided.profiling.op_times import (
     run_job,
     speed_dtypes,
 )
-from lopsided.profiling.updates import fractions_of
+from lopsided.profiling.overhead import fractions_of
 from lopsided.schedule.cost import Costs, optimizer_named, update_call
 
 CPU = torch.device("cpu")
@@ -137,11 +137,11 @@ def test_computing_and_sending_cost_each_other(
     unequal: list[tuple[Measurement, list[tuple[int, int]], bool]],
 ) -> None:
     found = unequal[0][0]
-    assert len(found.drag) == 3
-    assert all(0 <= drag <= 1 for drag in found.drag)
-    assert found.cluster.stretch == found.stretch > 0
-    assert [kind.drag for kind in found.cluster.kinds if kind.count == 1] == [
-        found.drag[first]
+    assert len(found.compute_slowdowns) == 3
+    assert all(0 <= slowdown <= 1 for slowdown in found.compute_slowdowns)
+    assert found.cluster.comm_slowdown == found.comm_slowdown > 0
+    assert [kind.compute_slowdown for kind in found.cluster.kinds if kind.count == 1] == [
+        found.compute_slowdowns[first]
         for kind, (first, _) in zip(found.cluster.kinds, found.cluster.spans, strict=True)
         if kind.count == 1
     ]

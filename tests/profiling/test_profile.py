@@ -119,7 +119,7 @@ def test_progress_in_percent() -> None:
 
 def made_up() -> Measurement:
     cluster = load_cluster("hap-4")
-    kinds = tuple(replace(kind, crowding=1.1 + 0.1 * number) for number, kind in enumerate(cluster.kinds))
+    kinds = tuple(replace(kind, contention=1.1 + 0.1 * number) for number, kind in enumerate(cluster.kinds))
     cluster = replace(cluster, kinds=kinds, packing=3.21)
     call = "aten.linear.default(f32[512, 128, 4096], f32[16384, 4096], f32[16384])" * 2
     lines = tuple(
@@ -130,8 +130,8 @@ def made_up() -> Measurement:
     fit = Fit("reduce_scatter", "all_to_all", Link(1.2e-3, 1.3e9, 0.4), 0.1, 0.2, (LinkSample(4096, 1.0, 1e-3),))
     text = "takes 2.0 times as long as another one with a very long name, the same hardware: it runs 50% of the time"
     notice = Notice("straggler", cluster.device_names[0], text)
-    drag = tuple(0.1 * k for k in range(cluster.devices))
-    return Measurement(cluster, 0.1, 0.2, 12.0, lines, (fit,), drag, 1.5, 0.9, (notice,), (1.02, 1.09, 1.0, 1.05))
+    slowdown = tuple(0.1 * k for k in range(cluster.devices))
+    return Measurement(cluster, 0.1, 0.2, 12.0, lines, (fit,), slowdown, 1.5, 0.9, (notice,), (1.02, 1.09, 1.0, 1.05))
 
 
 def test_lines_fit_a_terminal_and_name_the_worst() -> None:

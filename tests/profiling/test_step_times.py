@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lopsided.calibration.calibrate import DRY_RUN, LineCorrection, ObservedCalls, Scope, calibrate
+from lopsided.calibration.comparison import expected_calls
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
@@ -24,25 +26,21 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import I, P, Placement, S, Shares
 from lopsided.models import zoo
-from lopsided.profiling import dry_run as rehearse
+from lopsided.profiling import dry_run
 from lopsided.profiling import op_times as measure_ops
-from lopsided.profiling import step_times as measure_rehearsal
-from lopsided.profiling import steps as room
-from lopsided.profiling.correction import CallCorrection, Rehearsed, corrected, correction_by
-from lopsided.profiling.dry_run import alone_s
-from lopsided.profiling.kinds import Found, Took
-from lopsided.profiling.links import ControlGroup
-from lopsided.profiling.measure import take_measurement
-from lopsided.profiling.op_times import Speeds, choose_jobs, distinct_calls, probe_calls
-from lopsided.profiling.step_times import (
+from lopsided.profiling.dry_run import (
     Rehearsal,
-    expected,
+    alone_s,
     packing_of,
     predicted_s,
     prepared,
     prepared_alone,
     prepared_hiding,
 )
+from lopsided.profiling.kinds import Found, Took, rank_kinds, seat_of, with_table
+from lopsided.profiling.links import ControlGroup
+from lopsided.profiling.measure import take_measurement
+from lopsided.profiling.op_times import Speeds, choose_jobs, distinct_calls, probe_calls
 from lopsided.schedule.schedule import BUCKET_BYTES
 
 CPU = torch.device("cpu")
@@ -107,8 +105,8 @@ def test_calls_and_what_lies_around_them_are_told_apart() -> None:
     assert bare is not None
     assert around is not None
     for rank in range(2):
-        assert expected(bare, rank).measured_s == pytest.approx(expected(around, rank).measured_s)
-        assert expected(around, rank).rest_s > expected(bare, rank).rest_s
+        assert expected_calls(bare, rank).measured_s == pytest.approx(expected_calls(around, rank).measured_s)
+        assert expected_calls(around, rank).rest_s > expected_calls(bare, rank).rest_s
 
 
 def test_a_call_that_talks_has_seconds_of_its_own() -> None:
@@ -129,18 +127,22 @@ def test_a_call_that_talks_has_seconds_of_its_own() -> None:
     assert talks is not None
     alone = [prepared_alone(one, 0, 1e6) for one in (plain, talks)]
     for rank in range(2):
-        assert expected(talks, rank).measured_s > 1.1 * expected(plain, rank).measured_s
-        assert expected(talks, rank).rest_s == pytest.approx(expected(plain, rank).rest_s)
-    assert expected(cast(Rehearsal, alone[0]), 0) == expected(cast(Rehearsal, alone[1]), 0)
+        assert expected_calls(talks, rank).measured_s > 1.1 * expected_calls(plain, rank).measured_s
+        assert expected_calls(talks, rank).rest_s == pytest.approx(expected_calls(plain, rank).rest_s)
+    assert expected_calls(cast(Rehearsal, alone[0]), 0) == expected_calls(cast(Rehearsal, alone[1]), 0)
     norms = [node for node in graph.nodes if node.op.startswith("lopsided.batch_norm")]
-    assert [expected(one, 0).talking for one in (plain, talks)] == [0, 2 * len(norms)]
-    assert expected(cast(Rehearsal, alone[1]), 0).talking == 0
+    assert [expected_calls(one, 0).talking for one in (plain, talks)] == [0, 2 * len(norms)]
+    assert expected_calls(cast(Rehearsal, alone[1]), 0).talking == 0
 
 
 def test_what_talking_takes_is_added_to_calls_that_talk() -> None:
-    found: Found = {(f"op{by}", f): Took(f, 2 * f) for by in ("", " by batch_norm") for f in (0.5, 1.0)}
-    longer = corrected(found, CallCorrection(1.0, 2.0, 0.0, 3.0), frozenset({"op by batch_norm"}))
-    assert [(one.forward_s, one.backward_s) for one in longer.values()] == [(1, 2), (2, 4), (4, 5), (5, 7)]
+    points = tuple((f, f) for f in (0.5, 1.0)), tuple((f, 2 * f) for f in (0.5, 1.0))
+    correction = LineCorrection(1.0, 2.0, 0.0, 3.0)
+    longer = [correction.of_entry(Measured(f"op(){by}", *points)) for by in ("", " by batch_norm")]
+    seconds = [
+        [(there, back) for (_, there), (_, back) in zip(one.forward, one.backward, strict=True)] for one in longer
+    ]
+    assert seconds == [[(1, 2), (2, 4)], [(4, 5), (5, 7)]]
 
 
 def test_a_call_that_talks_is_measured_both_ways() -> None:
@@ -165,31 +167,13 @@ def test_estimates_stay() -> None:
     every, fewer = (prepared(graph, cluster, 1e6) for cluster in (whole, replace(whole, kinds=kinds)))
     assert every is not None
     assert fewer is not None
-    assert expected(fewer, 0).measured_s < expected(every, 0).measured_s
-    assert expected(fewer, 0).rest_s > expected(every, 0).rest_s
+    assert expected_calls(fewer, 0).measured_s < expected_calls(every, 0).measured_s
+    assert expected_calls(fewer, 0).rest_s > expected_calls(every, 0).rest_s
 
 
-def corrected_by(cluster: Cluster, number: int, correction: CallCorrection) -> Cluster:
-    """With the calls of a kind corrected."""
-    kind = cluster.kinds[number]
-    found: Found = {
-        (entry.call, fraction): Took(there, back)
-        for entry in kind.measured
-        for (fraction, there), (_, back) in zip(entry.forward, entry.backward, strict=True)
-    }
-    update = ("update:sgd(f32[1048576])", 1.0)
-    longer = corrected({**found, update: Took(1.0, None)}, correction)
-    assert longer[update] == Took(1.0, None)
-    table = tuple(
-        Measured(
-            entry.call,
-            tuple((f, longer[entry.call, f].forward_s) for f, _ in entry.forward),
-            tuple((f, longer[entry.call, f].backward_s or 0.0) for f, _ in entry.backward),
-        )
-        for entry in kind.measured
-    )
-    kinds = tuple(replace(k, measured=table) if k is kind else k for k in cluster.kinds)
-    return replace(cluster, kinds=kinds)
+def update_of(cluster: Cluster, number: int) -> Measured:
+    (entry,) = [entry for entry in cluster.kinds[number].measured if entry.call.startswith("update:")]
+    return entry
 
 
 @pytest.mark.parametrize("with_all", [None, 1.0, 1.3, 1.6])
@@ -197,24 +181,41 @@ def corrected_by(cluster: Cluster, number: int, correction: CallCorrection) -> C
 def test_corrected_calls_add_up_to_the_steps(rank: int, with_all: float | None) -> None:
     graph = graph_of("mlp")
     cluster = measured(graph, overhead_s=1e-5)
+    update = Measured("update:sgd(f32[1048576])", ((1.0, 1.0),))
+    cluster = replace(cluster, kinds=tuple(replace(k, measured=(*k.measured, update)) for k in cluster.kinds))
     before = prepared(graph, cluster, 1e6)
     assert before is not None
     alone = prepared_alone(before, rank, 1e6)
     assert alone is not None
-    steps = [(before, rank, 1.3 * expected(before, rank).all_s)]
+    steps = [(before, rank, 1.3 * expected_calls(before, rank).all_s)]
     if with_all is not None:
-        steps.append((alone, 0, with_all * expected(alone, 0).all_s))
-    share, *whole = [Rehearsed(expected(what, seat), step_s) for what, seat, step_s in steps]
-    correction = correction_by(share, whole[0] if whole else None)
-    assert correction is not None
-    after = prepared(graph, corrected_by(cluster, rank, correction), 1e6)
+        steps.append((alone, 0, with_all * expected_calls(alone, 0).all_s))
+    observed = [ObservedCalls(rank, Scope.CALLS, expected_calls(what, seat), step_s) for what, seat, step_s in steps]
+    found = calibrate(cluster, observed, limits=DRY_RUN)
+    assert [one.factor for one in found.corrections] == [pytest.approx(observed[0].ratio, rel=1e-5)]
+    assert found.cluster.kinds[1 - rank] == cluster.kinds[1 - rank]
+    assert update_of(found.cluster, rank) == update
+    after = prepared(graph, found.cluster, 1e6)
     assert after is not None
-    assert expected(after, rank).all_s == pytest.approx(steps[0][2], rel=0.12 if with_all == 1.6 else 0.01)
+    assert expected_calls(after, rank).all_s == pytest.approx(steps[0][2], rel=0.12 if with_all == 1.6 else 0.01)
     if with_all is not None:
         again = prepared_alone(after, rank, 1e6)
         assert again is not None
         # Calls cannot take less than nothing with nothing of a batch: what grows faster than it is met halfway.
-        assert expected(again, 0).all_s == pytest.approx(steps[1][2], rel=0.12 if with_all == 1.6 else 0.01)
+        assert expected_calls(again, 0).all_s == pytest.approx(steps[1][2], rel=0.12 if with_all == 1.6 else 0.01)
+
+
+def test_a_corrected_table_is_what_the_rank_found() -> None:
+    """Seconds are those of the table, noise is the rank's, and what has no backward pass has none."""
+    found: Found = {("op", f): Took(f, 2 * f, 0.1) for f in (0.5, 1.0)} | {("update:sgd(f32[9])", 1.0): Took(3.0, None)}
+    (kind,) = rank_kinds([seat_of(CPU, Speeds((("f32", 1e9),), 1e9, 1e-6))], [found])
+    assert with_table(found, kind.measured) == found
+    twice = with_table(found, [LineCorrection(2.0, 2.0).of_entry(entry) for entry in kind.measured])
+    assert {key: (one.forward_s, one.backward_s, one.noise) for key, one in twice.items()} == {
+        ("op", 0.5): (1.0, 2.0, 0.1),
+        ("op", 1.0): (2.0, 4.0, 0.1),
+        ("update:sgd(f32[9])", 1.0): (6.0, None, 0.0),
+    }
 
 
 # Whether to
@@ -247,7 +248,7 @@ def test_where_memory_is_short_it_is_as_if_there_were_more_devices() -> None:
     for rank in range(2):
         assert found.kind_of(4 * rank).name == plenty.kind_of(rank).name
         assert found.shares.work[4 * rank] == pytest.approx(plenty.shares.work[rank] / 4)
-        assert expected(found, 4 * rank).all_s == pytest.approx(expected(plenty, rank).all_s / 4, rel=0.01)
+        assert expected_calls(found, 4 * rank).all_s == pytest.approx(expected_calls(plenty, rank).all_s / 4, rel=0.01)
         assert alone_s(found.play, 4 * rank, CPU, 0.0, time.perf_counter) is not None
     # All together there are only so many as there are.
     assert prepared_hiding(found, measured(graph), 1e6) is None
@@ -265,7 +266,7 @@ def test_alone_a_device_has_the_whole_batch_and_nobody_to_ask() -> None:
         assert one.shares.work == (1.0,)
         assert not one.priced.schedule.transfers
         assert {step.rule.how for step in one.program.steps} == {"plain"}
-        assert expected(one, 0).all_s > expected(rehearsal, rank).all_s
+        assert expected_calls(one, 0).all_s > expected_calls(rehearsal, rank).all_s
         assert alone_s(one.play, 0, CPU, 0.0, time.perf_counter) is not None
         assert prepared_alone(one, 0, 1e6) is None
     assert prepared_alone(rehearsal, 0, 0.0) is None
@@ -303,7 +304,7 @@ def test_steps_run_on_random_leaves(name: str, rank: int) -> None:
 def test_a_graph_that_refuses_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsal = prepared(graph_of("gpt2"), measured(graph_of("gpt2")), 1e6)
     assert rehearsal is not None
-    monkeypatch.setattr(rehearse, "_below", lambda name, graph: 2**40)  # beyond every table
+    monkeypatch.setattr(dry_run, "_below", lambda name, graph: 2**40)  # beyond every table
     assert alone_s(rehearsal.play, 0, CPU, 0.0, time.perf_counter) is None
 
 
@@ -322,7 +323,7 @@ class Lookup(nn.Module):
 def test_indices_suit_all_who_use_them() -> None:
     graph = capture(Lookup(), {"x": torch.zeros(4, 3, dtype=torch.int64)})
     leaf = next(leaf for leaf in graph.leaves if leaf.kind == "input")
-    assert rehearse._below(leaf.value.name, graph) == 7
+    assert dry_run._below(leaf.value.name, graph) == 7
 
 
 # Together
@@ -330,17 +331,19 @@ def test_indices_suit_all_who_use_them() -> None:
 
 def take(graph: Graph, budget_s: float, refusing: int = -1) -> tuple[tuple[float, ...], Cluster]:
     """In a worker. One rank may refuse to rehearse. Tables are made up: nothing is left to chance."""
-    real = room.alone_s
+    real = dry_run.alone_s
     if dist.get_rank() == refusing:
-        room.alone_s = lambda *_: None
+        dry_run.alone_s = lambda *_: None
     times = 1.25 + 0.25 * dist.get_rank()
-    room.Rehearsed = lambda told, step_s: Rehearsed(told, told.rest_s + times * told.measured_s)
-    real_prepared = room.prepared
-    room.prepared = lambda graph, cluster, budget_s: real_prepared(graph, measured(graph), 1e6)
+    dry_run.ObservedCalls = lambda kind, scope, told, _: ObservedCalls(
+        kind, scope, told, told.rest_s + times * told.measured_s
+    )
+    real_prepared = dry_run.prepared
+    dry_run.prepared = lambda graph, cluster, budget_s: real_prepared(graph, measured(graph), 1e6)
     try:
         found = take_measurement(graph, CPU, budget_s=budget_s)
     finally:
-        room.alone_s, room.Rehearsed, room.prepared = real, Rehearsed, real_prepared
+        dry_run.alone_s, dry_run.ObservedCalls, dry_run.prepared = real, ObservedCalls, real_prepared
     return found.rehearsed, found.cluster
 
 
@@ -356,16 +359,17 @@ def test_all_ranks_scale_or_none(crews: Callable[[int], WorkerPool]) -> None:
 def test_a_busy_moment_does_not_make_all_calls_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsal = prepared(graph_of("gpt2"), measured(graph_of("gpt2")), 1e6)
     assert rehearsal is not None
-    step_s = 2 * expected(rehearsal, 0).all_s
+    step_s = 2 * expected_calls(rehearsal, 0).all_s
     now = {"slower": 1.15}
-    monkeypatch.setattr(room, "alone_s", lambda *_: now["slower"] * step_s)
-    looks = room.StepTimings(rehearsal, CPU, ControlGroup(None), 1.0, 1e6)
-    looks.take(room.LOOKS_BEFORE)
+    monkeypatch.setattr(dry_run, "alone_s", lambda *_: now["slower"] * step_s)
+    looks = dry_run.StepTimings(rehearsal, CPU, ControlGroup(None), 1.0, 1e6)
+    looks.take(dry_run.LOOKS_BEFORE)
     now["slower"] = 1.0
-    looks.take(room.LOOKS_AFTER)
+    looks.take(dry_run.LOOKS_AFTER)
     told = looks.tell([])
-    assert told.ratios == (pytest.approx(Rehearsed(expected(rehearsal, 0), step_s).ratio, rel=1e-5),)
-    assert len(told.corrections) == 1
+    right = ObservedCalls(0, Scope.CALLS, expected_calls(rehearsal, 0), step_s)
+    assert told.observed[0].ratio == pytest.approx(right.ratio, rel=1e-5)
+    assert {one.kind for one in told.observed} == {0}
 
 
 def test_several_graphs_are_not_rehearsed() -> None:
@@ -377,10 +381,10 @@ def test_several_graphs_are_not_rehearsed() -> None:
 
 
 def test_hiding_is_rehearsed_in_bits_and_explained_by_packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_rehearsal, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(dry_run, "_LEAST_BYTES", 1)
     graph = graph_of("gpt2")
     cluster = measured(graph)
-    slow = replace(cluster, within=Link(1e-6, 5e6), between=Link(1e-6, 5e6), stretch=2.0)
+    slow = replace(cluster, within=Link(1e-6, 5e6), between=Link(1e-6, 5e6), comm_slowdown=2.0)
     rehearsal = prepared(graph, cluster, 1e6)
     assert rehearsal is not None
     hiding = prepared_hiding(rehearsal, slow, 1e6)

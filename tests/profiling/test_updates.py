@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lopsided.profiling import updates as measure_updates
+from lopsided.profiling import overhead as measure_updates
 from lopsided.profiling.noise import typical
-from lopsided.profiling.updates import FRACTIONS, measure_update
+from lopsided.profiling.overhead import FRACTIONS, measure_update
 from lopsided.schedule.cost import UPDATED_ELEMENTS
 
 CPU = torch.device("cpu")

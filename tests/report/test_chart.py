@@ -32,8 +32,8 @@ def plans() -> list[Plan]:
 
 
 def measured_so(plan: Plan) -> Plan:
-    """The same plan where sending drags on computing, and processes take time around ops."""
-    kinds = tuple(replace(kind, drag=0.3, overhead_s=2e-6) for kind in plan.on.kinds)
+    """The same plan where sending slows computing, and processes take time around ops."""
+    kinds = tuple(replace(kind, compute_slowdown=0.3, overhead_s=2e-6) for kind in plan.on.kinds)
     on = replace(plan.on, kinds=kinds)
     step_s, breakdown, memory = predict(plan.program, plan.shares, on, plan.optimizer, plan.regather, plan.bucket_bytes)
     return replace(plan, cluster=on, on=on, step_s=step_s, breakdown=breakdown, memory_bytes=memory)

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from lopsided.calibration.rebalance import computing_s
+from lopsided.calibration.comparison import computing_s
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.devices import Kind, Link

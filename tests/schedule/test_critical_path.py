@@ -79,10 +79,10 @@ def test_what_is_held_is_what_memory_says() -> None:
     assert memory.tightened((100.0, 0.0)).over(scale) == [100.0, 0.0]
 
 
-def test_what_is_sent_behind_computing_drags_on_it() -> None:
-    """A gradient takes two seconds behind ten of computing: with a drag of a quarter, half a second is lost."""
+def test_what_is_sent_behind_computing_slows_it() -> None:
+    """A gradient takes two seconds behind ten of computing: with a slowdown of a quarter, half a second is lost."""
     plain = cluster_of(1, 1)
-    dragged = replace(plain, kinds=tuple(replace(kind, drag=0.25) for kind in plain.kinds))
+    dragged = replace(plain, kinds=tuple(replace(kind, compute_slowdown=0.25) for kind in plain.kinds))
     gradient = sent(10**9, hides=True)
     items = schedule_of(backward=[gradient, work((10.0, 0.0), (10.0, 0.0), by=None)])
     scale = Scale(plain, (0.5, 0.5))
@@ -108,15 +108,15 @@ def test_what_is_sent_behind_computing_takes_longer_until_it_is_awaited(computin
     gradient = sent(10**9, hides=True)
     sending = Network(plain).best(gradient.collective, 10**9).seconds(10**9)
     computing = work(*[(computing_s * sending / 2, 0.0)] * 2, by=None)
-    items, on = schedule_of(backward=[gradient, computing], bucket_bytes=1), replace(plain, stretch=2.0)
+    items, on = schedule_of(backward=[gradient, computing], bucket_bytes=1), replace(plain, comm_slowdown=2.0)
     took = timeline.run(items, Network(on), Scale(on, (0.5, 0.5)), events=True)
     assert took.step_s == pytest.approx(step_s * sending / 2)
     assert took.exposed_s == pytest.approx((step_s - computing_s) * sending / 2)
 
 
 def test_transfers_in_a_row_overlap_but_for_the_last() -> None:
-    """At a stretch of a half, three that take two seconds each are through after one, two and four."""
-    on = replace(cluster_of(1, 1), stretch=0.5)
+    """At a slowdown of a half, three that take two seconds each are through after one, two and four."""
+    on = replace(cluster_of(1, 1), comm_slowdown=0.5)
     gradient = sent(10**9, hides=True)
     taken = Network(on).best(gradient.collective, 10**9).seconds(10**9)
     alone = timeline.run(schedule_of(backward=[gradient], bucket_bytes=1), Network(on), Scale(on, (0.5, 0.5)))
@@ -127,7 +127,7 @@ def test_transfers_in_a_row_overlap_but_for_the_last() -> None:
 
 def test_what_is_not_awaited_is_slow_again() -> None:
     """Of two buckets that are gathered at once the first is awaited, and the second runs on beside computing."""
-    on = replace(cluster_of(1, 1), stretch=2.0)
+    on = replace(cluster_of(1, 1), comm_slowdown=2.0)
     gather = sent(10**9, hides=True, ahead=True)
     computing = work((1.0, 0.0), (1.0, 0.0), by=None)
     taken = Network(on).best(gather.collective, 10**9).seconds(10**9)

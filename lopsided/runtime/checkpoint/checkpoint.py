@@ -1,6 +1,7 @@
 """Checkpoints: a training run in a folder, from which any other cluster and plan can go on.
 
-In: a parallel module, its optimizer, and what else goes on (a scheduler, a loader). Out: `save`, `load`.
+In: a parallel module, its optimizer, and what else goes on (a scheduler, a loader). Out: `save`, `load`, and `convert`,
+which writes the model of a checkpoint as one plain file.
 
     folder/step-00000010/rank-00000.safetensors ...   every process's chunks of parameters, optimizer state, generators
                          metadata.json                which tensors there are, and where their chunks lie
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -31,32 +33,34 @@ from torch.optim import Optimizer
 
 from lopsided.errors import CheckpointError, LopsidedError, shown
 from lopsided.planner.plan_data import Plan
-from lopsided.runtime.checkpoint.contents import (
-    Held,
-    LoadPlanner,
-    SavePlanner,
-    model_kept,
-    model_wanted,
-    spread,
-    whole_chunk,
-)
 from lopsided.runtime.checkpoint.folder import (
     TRAINING,
+    SchedulerRecord,
+    Table,
+    Training,
+    as_plain,
     clear,
+    few,
     find,
+    from_plain,
     give_name,
     partial,
     read_training,
+    refuse,
     remove,
     restore,
     steps_in,
+    sync_folder,
+    write_file,
     written,
 )
 from lopsided.runtime.checkpoint.optimizer_state import optimizer_kept, optimizer_wanted
-from lopsided.runtime.checkpoint.plain import as_plain, from_plain, write_json
-from lopsided.runtime.checkpoint.state import few, tensors_of
-from lopsided.runtime.checkpoint.storage import FORMAT, VERSION, SafeReader, SafeWriter, Table
+from lopsided.runtime.checkpoint.state import model_kept, model_wanted, spread, tensors_of
+from lopsided.runtime.checkpoint.storage import Held, LoadPlanner, SafeReader, SafeWriter, SavePlanner, check_files
+from lopsided.runtime.checkpoint.tensor_file import TensorEntry, write_tensors
 from lopsided.runtime.control_plane import ControlPlane, Holder, accord_of
+
+_PLAIN, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
 
 class Stateful(Protocol):
@@ -141,8 +145,8 @@ def save(
     """
     accord, folder = accord_of(pm), Path(folder).absolute()
     _finish_last(accord)
-    step = accord.each(lambda: _checked(pm.steps_done, keep))
-    _check_alike(accord.all(lambda: (step, str(folder))))
+    step = pm.steps_done
+    _check_alike(accord.all(lambda: (step, str(folder), keep)))
     accord.each(pm.before_saving)
     held, training = _captured(pm, optimizer, loader, scheduler, accord)
     if not wait:
@@ -174,17 +178,14 @@ def _finish_last(accord: ControlPlane) -> None:
         accord.each(tell)
 
 
-def _checked(step: int, keep: int | None) -> int:
-    if keep is not None and keep < 1:
-        raise CheckpointError(f"keep is {keep}", where="save", do="keep 1 checkpoint or more, or None for all")
-    return step
-
-
-def _check_alike(told: list[tuple[int, str]]) -> None:
-    for rank, one in enumerate(told):
-        if one != told[0]:
+def _check_alike(told: list[tuple[int, str, int | None]]) -> None:
+    first, to, _ = told[0]
+    for rank, (step, folder, keep) in enumerate(told):
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keep is {keep}", where="save", do="keep 1 checkpoint or more, or None for all")
+        if (step, folder) != (first, to):
             raise CheckpointError(
-                f"rank {rank} saves step {one[0]} to {one[1]}, rank 0 step {told[0][0]} to {told[0][1]}",
+                f"rank {rank} saves step {step} to {folder}, rank 0 step {first} to {to}",
                 where="save",
                 do="save the same step to the same folder on every rank",
             )
@@ -192,7 +193,7 @@ def _check_alike(told: list[tuple[int, str]]) -> None:
 
 def _captured(
     pm: Trains, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None, accord: ControlPlane
-) -> tuple[dict[str, Held], dict[str, object]]:
+) -> tuple[dict[str, Held], Training]:
     """The tensors that this process writes, and the rest."""
     named = accord.each(lambda: tensors_of(pm))
     kept, told = model_kept(named), None
@@ -202,24 +203,26 @@ def _captured(
     held = spread(kept, pm.world.place, len(pm.world.ranks))
     if pm.world.place >= 0:
         for stream, state_of in _generators(pm).items():
-            chunk = (whole_chunk(state_of.shape),)
-            held[_random_key(pm.world.place, stream)] = Held(chunk[0].sizes, state_of.dtype, chunk, (state_of,))
-    training = accord.each(
-        lambda: {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": pm.steps_done,
-            "graph": pm.plan.graph.fingerprint,
-            "run": _run(pm),
-            "names": list(pm.state_dict()),
-            "tied": {also: each.name for each in named for also in each.names[1:]},
-            "optimizer": told,
-            "scheduler": scheduler
-            and {"class": type(scheduler).__name__, "state": as_plain(scheduler.state_dict(), "the scheduler's state")},
-            "loader": loader and as_plain(loader.state_dict(), "the loader's state"),
-        }
-    )
-    return held, training
+            held[_random_key(pm.world.place, stream)] = Held.whole(state_of.shape, state_of.dtype, state_of)
+
+    def rest() -> Training:
+        position = None if loader is None else as_plain(loader.state_dict(), "the loader's state")
+        schedule = None
+        if scheduler is not None:
+            state = as_plain(scheduler.state_dict(), "the scheduler's state")
+            schedule = SchedulerRecord(type(scheduler).__name__, state)
+        return Training(
+            step=pm.steps_done,
+            graph=pm.plan.graph.fingerprint,
+            run=_run(pm),
+            names=tuple(pm.state_dict()),
+            tied={also: each.name for each in named for also in each.names[1:]},
+            optimizer=told,
+            scheduler=schedule,
+            loader=position,
+        )
+
+    return held, accord.each(rest)
 
 
 def _run(pm: Trains) -> str:
@@ -244,7 +247,7 @@ def _random_key(place: int, stream: str) -> str:
 class _Writer(SafeWriter):
     """Writes beside the checkpoints, and gives what it wrote its name when all is there."""
 
-    def __init__(self, folder: Path, step: int, training: Mapping[str, object], keep: int | None) -> None:
+    def __init__(self, folder: Path, step: int, training: Training, keep: int | None) -> None:
         self.path = written(folder, step)
         super().__init__(partial(folder, step))
         self.root, self.step, self.training, self.keep = folder, step, training, keep
@@ -255,7 +258,7 @@ class _Writer(SafeWriter):
         super().set_up_storage_writer(is_coordinator)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        write_json(self.folder / TRAINING, self.training)
+        write_file(self.folder / TRAINING, self.training)
         super().finish(metadata, results)
         give_name(self.folder, self.path)
         if self.keep is not None:
@@ -312,13 +315,13 @@ def load(
     accord, folder = accord_of(pm), Path(folder).absolute()
     _finish_last(accord)
 
-    def found() -> tuple[Path, dict[str, Any]]:
+    def found() -> tuple[Path, Training]:
         restore(folder)
         path = find(folder, step)
         told = read_training(path)
-        if path != written(folder, told["step"]):
+        if path != written(folder, told.step):
             raise CheckpointError(
-                f"the folder of this checkpoint is not that of its step, {shown(told['step'])}",
+                f"the folder of this checkpoint is not that of its step, {told.step}",
                 where=str(path),
                 do="give the folder the name it was saved under",
             )
@@ -330,15 +333,16 @@ def load(
 
     def prepared() -> tuple[dict[str, Held], list[Callable[[], object]]]:
         wanted, then = model_wanted(tensors_of(pm), reader.table, str(path)), list[Callable[[], object]]()
-        for given, what in ((scheduler, "scheduler"), (loader, "loader")):
-            if given is not None:
-                then.append(_stateful_wanted(given, what, training.get(what), path))
+        if scheduler is not None:
+            then.append(_scheduler_wanted(scheduler, training.scheduler, path))
+        if loader is not None:
+            position = _state_of("loader", training.loader, path)
+            then.append(lambda: loader.load_state_dict(position))
         if optimizer is not None:
-            told = training.get("optimizer")
-            if told is None:
+            if training.optimizer is None:
                 raise CheckpointError("no optimizer was saved", where=str(path), do="load(pm, None, ...)")
             state, put_together = optimizer_wanted(
-                pm, optimizer, told, reader.table, str(path), in_order=scheduler is not None
+                pm, optimizer, training.optimizer, reader.table, str(path), in_order=scheduler is not None
             )
             wanted |= state
             then.append(put_together)
@@ -354,35 +358,35 @@ def load(
     )
     accord.each(lambda: [apply() for apply in then] and None)
     _set_generators(pm, random)
-    pm.steps_done = int(training["step"])
+    pm.steps_done = training.step
     return pm.steps_done
 
 
-def _stateful_wanted(given: Stateful, what: str, told: object, path: Path) -> Callable[[], object]:
-    """What brings a scheduler or a loader where it was."""
-    if what == "scheduler" and isinstance(told, dict):
-        if told.get("class") != type(given).__name__:
-            raise CheckpointError(
-                f"the checkpoint is of a {shown(told.get('class'))}, and the scheduler is {type(given).__name__}",
-                where=str(path),
-                do="make a scheduler of the same class",
-            )
-        told = told.get("state")
-    state = from_plain(told)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"no {what} was saved", where=str(path), do=f"load without {what}=")
+def _scheduler_wanted(given: Stateful, told: SchedulerRecord | None, path: Path) -> Callable[[], object]:
+    """What brings a scheduler where it was."""
+    if told is not None and told.of != type(given).__name__:
+        raise CheckpointError(
+            f"the checkpoint is of a {shown(told.of)}, and the scheduler is {type(given).__name__}",
+            where=str(path),
+            do="make a scheduler of the same class",
+        )
+    state = _state_of("scheduler", told and told.state, path)
     # A scheduler takes every name it is given for one of its own.
-    strange = [shown(key) for key in state if key not in given.state_dict()] if what == "scheduler" else []
-    if strange:
-        raise CheckpointError(f"the {what} has no {few(strange)}", where=str(path), do=f"load without {what}=")
+    if strange := [shown(key) for key in state if key not in given.state_dict()]:
+        raise CheckpointError(f"the scheduler has no {few(strange)}", where=str(path), do="load without scheduler=")
     return lambda: given.load_state_dict(state)
 
 
-def _random_wanted(
-    pm: Trains, training: Mapping[str, object], table: Table, random: dict[str, Tensor]
-) -> dict[str, Held]:
+def _state_of(what: str, told: object, path: Path) -> dict[str, Any]:
+    state = from_plain(told)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"no {what} was saved", where=str(path), do=f"load without {what}=")
+    return state
+
+
+def _random_wanted(pm: Trains, training: Training, table: Table, random: dict[str, Tensor]) -> dict[str, Held]:
     """The states of generators that go on: all, in the same run; in another one only the stream that all share."""
-    same = training.get("run") == _run(pm) and pm.world.place >= 0
+    same = training.run == _run(pm) and pm.world.place >= 0
     wanted = {}
     for stream, now in _generators(pm).items():
         if not same and stream != "shared":
@@ -392,7 +396,7 @@ def _random_wanted(
         # Generators of CPUs and GPUs have different states.
         if record is not None and (record.shape, record.dtype) == (tuple(now.shape), now.dtype):
             random[stream] = torch.empty_like(now)
-            wanted[key] = Held(record.shape, record.dtype, (whole_chunk(record.shape),), (random[stream],))
+            wanted[key] = Held.whole(record.shape, record.dtype, random[stream])
     return wanted
 
 
@@ -402,3 +406,52 @@ def _set_generators(pm: Trains, random: Mapping[str, Tensor]) -> None:
         torch.set_rng_state(random["cpu"])
     if "cuda" in random:
         torch.cuda.set_rng_state(random["cuda"])
+
+
+# One plain file
+
+
+def convert(folder: str | Path, to: str | Path) -> Path:
+    """Write the model of a checkpoint (of one step, or the latest in a folder of several) to the file `to`.
+
+    The file is plain: a `.safetensors` file, written a tensor at a time, or one as `torch.save` writes it. Every key of
+    the original model's state dict is there, those of tied parameters too. No other process is needed.
+    """
+    folder, to = Path(folder), Path(to)
+    if to.suffix not in (_PLAIN, *_TORCH):
+        raise CheckpointError(
+            f"{shown(to.name)} does not say which kind of file it is to be",
+            where=str(to),
+            do=f"end its name in {_PLAIN} or {', '.join(_TORCH)}",
+        )
+    path = folder if (folder / TRAINING).exists() else find(folder, None)
+    training, reader = read_training(path), SafeReader(path)
+    stored = {name: f"model.{training.tied.get(name, name)}" for name in training.names}
+    missing = [name for name, key in stored.items() if key not in reader.table]
+    if missing:
+        raise refuse(f"the checkpoint has no {shown(missing[0])}", path)
+    check_files(path, {key: reader.table[key] for key in stored.values()})
+    # Beside it first: whoever reads `to` finds all of it or nothing new.
+    beside = to.with_name(f".{to.name}.partial")
+    try:
+        if to.suffix == _PLAIN:
+            records = {name: reader.table[key] for name, key in stored.items()}
+            entries = [TensorEntry(name, record.dtype, record.shape) for name, record in records.items()]
+            write_tensors(beside, entries, lambda name: reader.whole(stored[name]), {"format": "pt"})
+        else:
+            wholes = {key: reader.whole(key) for key in dict.fromkeys(stored.values())}
+            with beside.open("wb") as file:
+                torch.save({name: wholes[key] for name, key in stored.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        os.rename(beside, to)
+        sync_folder(to.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"the file cannot be written: {error.strerror or error}",
+            where=str(to),
+            do="name a file in a folder with room",
+        ) from None
+    finally:
+        beside.unlink(missing_ok=True)
+    return to

@@ -1,29 +1,68 @@
-"""The folder of a run's checkpoints: which are complete, how one gets its name, and what a crash has left.
+"""The folder of a run's checkpoints: which are complete, how one gets its name, what a crash left, and its JSON files.
 
-In: a folder. Out: the checkpoints in it. One that has a name is complete: it gets it when all of it is on disk.
+In: a folder. Out: the checkpoints in it. One that has a name is complete: it gets it when all of it is on disk. Its
+files may come from strangers, whose table of tensors can only be refused: every name is that of a plain file in the
+folder, the chunks of a tensor lie side by side along one dim and fill it, and the files are as large as what they are
+said to hold. What optimizers, schedulers and loaders say of themselves is JSON, and the same values back: tuples,
+counters and numbers that are not finite too, each marked by the one key "~".
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import re
 import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import torch
+from torch import Tensor
+
+from lopsided.codec import FileKind, Key, Place, Whole, encode, parse_json, read_text
 from lopsided.errors import CheckpointError, shown
-from lopsided.runtime.checkpoint.plain import read_json
-from lopsided.runtime.checkpoint.state import few
-from lopsided.runtime.checkpoint.storage import FORMAT, VERSION, sync_folder
+from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES
 
-TRAINING = "training.json"
+FORMAT, VERSION = "lopsided-checkpoint", 1
+TABLE, TRAINING = "metadata.json", "training.json"
+CHECKPOINT_FILE = FileKind(
+    CheckpointError,
+    "checkpoint",
+    "lopsided.save_checkpoint makes one",
+    format=FORMAT,
+    version=VERSION,
+    most_bytes=512 * 2**20,
+    do="use a checkpoint that was saved by this library and not changed",
+)
 
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 _SET_ASIDE = re.compile(r"\.(step-\d{8,})\.replaced")
-_MOST_TRAINING_BYTES = 128 * 2**20
+_FILE = re.compile(r"rank-\d{5,7}\.safetensors")
+_MOST_DIMS, _MOST_ELEMENTS = 64, 2**50
+_FIRST_FEW = 5
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def refuse(what: str, where: str | Path = "a value of the checkpoint") -> CheckpointError:
+    """Of a checkpoint that is not as it was saved."""
+    return CheckpointError(what, where=str(where), do=CHECKPOINT_FILE.do)
+
+
+def few(items: list[str]) -> str:
+    """The first few, and how many more."""
+    more = len(items) - _FIRST_FEW
+    return ", ".join(items[:_FIRST_FEW]) + (f" and {more} more" if more > 0 else "")
+
+
+# Checkpoints in a folder
 
 
 def written(folder: Path, step: int) -> Path:
@@ -41,6 +80,20 @@ def steps_in(folder: Path) -> list[int]:
         return []
     names = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in names if match)
+
+
+def find(folder: Path, step: int | None) -> Path:
+    """The checkpoint of a step, or the latest."""
+    steps = steps_in(folder)
+    if not steps:
+        raise CheckpointError(
+            "there is no checkpoint in this folder", where=str(folder), do="name the folder of `save`"
+        )
+    if step is not None and step not in steps:
+        raise CheckpointError(
+            f"there is no checkpoint of step {step}", where=str(folder), do=f"choose of {few(list(map(str, steps)))}"
+        )
+    return written(folder, steps[-1] if step is None else step)
 
 
 def give_name(written: Path, path: Path) -> None:
@@ -79,34 +132,216 @@ def clear(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def find(folder: Path, step: int | None) -> Path:
-    """The checkpoint of a step, or the latest."""
-    steps = steps_in(folder)
-    if not steps:
-        raise CheckpointError(
-            "there is no checkpoint in this folder", where=str(folder), do="name the folder of `save`"
-        )
-    if step is not None and step not in steps:
-        raise CheckpointError(
-            f"there is no checkpoint of step {step}", where=str(folder), do=f"choose of {few(list(map(str, steps)))}"
-        )
-    return written(folder, steps[-1] if step is None else step)
+def sync_folder(folder: Path) -> None:
+    """What was made, renamed or removed in the folder stays so, even if the machine stops."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
-def read_training(path: Path) -> dict[str, Any]:
-    """What `training.json` says, as far as any reader needs it."""
-    told = read_json(path / TRAINING, _MOST_TRAINING_BYTES)
+# The files of one: `metadata.json`, the table of its tensors, and `training.json`, all that is no tensor
 
-    def refuse(what: str) -> CheckpointError:
-        return CheckpointError(what, where=str(path / TRAINING), do="use a checkpoint that was saved by this library")
+_Sizes = Annotated[
+    tuple[Annotated[int, Key(least=0, most=_MOST_ELEMENTS)], ...],
+    Key(fits=lambda sizes: len(sizes) <= _MOST_DIMS, wanted=f"at most {_MOST_DIMS} numbers"),
+]
 
-    if told.get("format") != FORMAT or told.get("version") != VERSION:
-        raise refuse(f"this is {shown(told.get('format'))}, version {shown(told.get('version'))}")
-    names, tied, step = told.get("names"), told.get("tied"), told.get("step")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise refuse('"names" is no list of names')
-    if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
-        raise refuse('"tied" does not say what is tied to what')
-    if type(step) is not int or step < 0:
-        raise refuse(f'"step" is {shown(step)}')
-    return told
+
+def _read_dtype(value: object, place: Place) -> torch.dtype:
+    if not isinstance(value, str) or value not in DTYPES:
+        raise place.wrong(value, f"one of {', '.join(DTYPES)}")
+    return DTYPES[value]
+
+
+_Dtype = Annotated[torch.dtype, Key(read=_read_dtype, write=lambda dtype: NAMES[dtype])]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A chunk of a tensor, and where it is."""
+
+    offsets: _Sizes
+    sizes: _Sizes
+    file: Annotated[str, Key(fits=_FILE.fullmatch, wanted="the name of a process's file")]
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A tensor of a checkpoint. Its chunks lie side by side along one dim and fill it: parameters are cut along one."""
+
+    dtype: _Dtype
+    shape: _Sizes
+    chunks: tuple[Stored, ...]
+
+    def __post_init__(self) -> None:
+        # Dims of 0 count as 1: a tensor without elements must not have others beyond measure.
+        if math.prod(max(size, 1) for size in self.shape) > _MOST_ELEMENTS:
+            raise refuse(f"shape {shown(list(self.shape))} is too large to be true")
+        dims = len(self.shape)
+        if any(len(each.offsets) != dims or len(each.sizes) != dims for each in self.chunks):
+            raise refuse(f"a chunk has not its {dims} dims")
+        if not self._is_filled():
+            raise refuse(f"the chunks do not fill the shape {list(self.shape)}, or overlap")
+
+    def _is_filled(self) -> bool:
+        dims = range(len(self.shape))
+        cut = [dim for dim in dims if any(each.sizes[dim] != self.shape[dim] for each in self.chunks)]
+        if not cut:
+            return len(self.chunks) == 1 and not any(self.chunks[0].offsets)
+        along, end = cut[0], 0
+        for each in sorted(self.chunks, key=lambda each: each.offsets):
+            wanted = [(end, each.sizes[dim]) if dim == along else (0, self.shape[dim]) for dim in dims]
+            if [*zip(each.offsets, each.sizes, strict=True)] != wanted or not each.sizes[along]:
+                return False
+            end += each.sizes[along]
+        return end == self.shape[along]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Table = Mapping[str, Record]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableFile:
+    format: str = FORMAT
+    version: int = VERSION
+    tensors: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group of an optimizer: the names of its parameters, and its options as plain data."""
+
+    parameters: tuple[str, ...]
+    options: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRecord:
+    """What is saved of an optimizer beside tensors. `state` is by parameter and key (`optimizer_state.Form`)."""
+
+    of: Annotated[str, Key("class")]
+    groups: tuple[Group, ...]
+    state: Mapping[str, Mapping[str, Mapping[str, object]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerRecord:
+    of: Annotated[str, Key("class")]
+    state: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """All of a run that is no tensor."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    step: Whole
+    graph: str  # its fingerprint
+    run: str  # a digest of what decides which process draws which random numbers
+    names: tuple[str, ...]  # of the model's state dict
+    tied: Mapping[str, str]  # names of tensors that are stored under another one
+    optimizer: OptimizerRecord | None = None
+    scheduler: SchedulerRecord | None = None
+    loader: object = None
+
+
+def write_file(path: Path, file: TableFile | Training) -> None:
+    """Written when this returns, even if the machine stops."""
+    with path.open("w", encoding="utf-8") as opened:
+        json.dump(encode(file), opened, indent=1, allow_nan=False)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _read_file(path: Path, cls: type[T]) -> T:
+    # A link may lead anywhere, and a pipe would wait for ever.
+    if path.is_symlink() or not path.is_file():
+        raise refuse("there is no such file, or it is not a plain one", path)
+    return parse_json(cls, read_text(path, CHECKPOINT_FILE), Place(CHECKPOINT_FILE, str(path)))
+
+
+def read_training(path: Path) -> Training:
+    return _read_file(path / TRAINING, Training)
+
+
+def read_table(folder: Path) -> Table:
+    """The tensors of a checkpoint: no more in a file than it holds, and nothing there twice."""
+    table = _read_file(folder / TABLE, TableFile).tensors
+    claimed: Counter[str] = Counter()
+    seen: set[tuple[str, str]] = set()
+    for record in table.values():
+        for each in record.chunks:
+            if (each.file, each.key) in seen:
+                raise refuse(f"{shown(each.key)} is the place of two chunks", folder / each.file)
+            seen.add((each.file, each.key))
+            claimed[each.file] += math.prod(each.sizes) * record.dtype.itemsize
+    for file, size in claimed.items():
+        path = folder / file
+        if path.is_symlink() or not path.is_file():
+            raise refuse("this file is missing, or not a plain one", path)
+        if (there := path.stat().st_size) < size:
+            raise refuse(f"the file has {there:,} bytes, less than the {size:,} it should hold", path)
+    return table
+
+
+# Plain data
+
+_MARK = "~"
+_DEEPEST = 50
+
+
+def as_plain(value: object, where: str) -> object:
+    """The value as JSON can hold it; `where` says whose it is, should it be none of those."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_MARK: "float", "of": str(value)}
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return as_plain(value.item(), where)
+    if isinstance(value, list):
+        return [as_plain(each, where) for each in value]
+    if isinstance(value, tuple):
+        return {_MARK: "tuple", "of": [as_plain(each, where) for each in value]}
+    if isinstance(value, Mapping):
+        if not isinstance(value, Counter) and all(isinstance(key, str) and key != _MARK for key in value):
+            return {str(key): as_plain(each, where) for key, each in value.items()}
+        pairs = [[as_plain(key, where), as_plain(each, where)] for key, each in value.items()]
+        return {_MARK: "counter" if isinstance(value, Counter) else "pairs", "of": pairs}
+    raise CheckpointError(
+        f"a {type(value).__name__} cannot be saved", where=where, do="keep numbers, texts, lists and dicts there"
+    )
+
+
+def from_plain(value: object, depth: int = 0) -> object:
+    """The inverse of `as_plain`, except that a tensor comes back as its number."""
+    if depth > _DEEPEST:
+        raise refuse(f"lists nest more than {_DEEPEST} deep")
+    if isinstance(value, list):
+        return [from_plain(each, depth + 1) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if _MARK not in value:
+        return {key: from_plain(each, depth + 1) for key, each in value.items()}
+    of = from_plain(value.get("of"), depth + 1)
+    try:
+        if value.keys() == {_MARK, "of"} and isinstance(of, str if value[_MARK] == "float" else list):
+            return _MADE[value[_MARK]](of)
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise refuse(f"{shown(value)} is no value that is saved")
+
+
+_MADE: dict[str, Callable[[Any], object]] = {
+    "float": lambda text: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[text],
+    "tuple": tuple,
+    "pairs": dict,
+    "counter": lambda pairs: Counter(dict(pairs)),
+}

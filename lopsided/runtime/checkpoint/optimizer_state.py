@@ -19,15 +19,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lopsided.errors import CheckpointError, shown
-from lopsided.runtime.checkpoint.contents import Held, Kept, wanted_pieces
-from lopsided.runtime.checkpoint.plain import as_plain, from_plain, like
-from lopsided.runtime.checkpoint.state import few
-from lopsided.runtime.checkpoint.storage import Record, Table
+from lopsided.runtime.checkpoint.folder import (
+    Group,
+    OptimizerRecord,
+    Record,
+    Table,
+    as_plain,
+    few,
+    from_plain,
+    refuse,
+)
+from lopsided.runtime.checkpoint.state import Kept, wanted_pieces
+from lopsided.runtime.checkpoint.storage import Held
 from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, check_dtype
 from lopsided.runtime.control_plane import ControlPlane, Holder
 from lopsided.runtime.pieces import Piece
 
-Form = dict[str, object]
+Form = Mapping[str, object]
 """What is said of one entry of the state: of a tensor its "shape" and "dtype", with its "number" where it has but one
 element; of anything else its "value"."""
 
@@ -35,6 +43,8 @@ State = Mapping[str, Mapping[str, Form]]  # by parameter and key
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how a device computes, not what: they stay as the new optimizer has them."""
+
+_PARAMETERS = ("params", "param_names")
 
 
 def _named(pm: Holder, optimizer: Optimizer) -> Iterator[list[tuple[str, nn.Parameter]]]:
@@ -61,7 +71,7 @@ def _key(name: str, key: str) -> str:
 # Saving
 
 
-def optimizer_kept(pm: Holder, optimizer: Optimizer, accord: ControlPlane) -> tuple[dict[str, Kept], dict[str, object]]:
+def optimizer_kept(pm: Holder, optimizer: Optimizer, accord: ControlPlane) -> tuple[dict[str, Kept], OptimizerRecord]:
     """The tensors of the optimizer's state, and all else of it as plain data. Every rank must call this."""
     of = type(optimizer).__name__
 
@@ -87,26 +97,19 @@ def optimizer_kept(pm: Holder, optimizer: Optimizer, accord: ControlPlane) -> tu
                 dtype = DTYPES[str(form["dtype"])]
                 shape = cut.shape if cut else tuple(form["shape"])  # type: ignore[arg-type]
                 kept[_key(name, key)] = Kept(shape, dtype, local, cut)
-    options = [
-        {
-            key: as_plain(value, f'"{key}" of a parameter group of {of}')
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        for group in optimizer.param_groups
-    ]
-    groups = [
-        {"parameters": [name for name, _ in names], "options": each}
-        for names, each in zip(_named(pm, optimizer), options, strict=True)
-    ]
-    return kept, {"class": of, "groups": groups, "state": settled}
+    groups = []
+    for named, given in zip(_named(pm, optimizer), optimizer.param_groups, strict=True):
+        options = {key: value for key, value in given.items() if key not in _PARAMETERS}
+        plain = {key: as_plain(value, f'"{key}" of a parameter group of {of}') for key, value in options.items()}
+        groups.append(Group(tuple(name for name, _ in named), plain))
+    return kept, OptimizerRecord(of, tuple(groups), settled)
 
 
 def _form(value: object, where: str) -> Form:
     if not isinstance(value, Tensor):
         return {"value": as_plain(value, where)}
     check_dtype(value.dtype, where)
-    form: Form = {"shape": list(value.shape), "dtype": NAMES[value.dtype]}
+    form = {"shape": list(value.shape), "dtype": NAMES[value.dtype]}
     return form | {"number": as_plain(value, where)} if value.numel() == 1 else form
 
 
@@ -156,45 +159,34 @@ def _tensor(form: Form) -> Form:
 
 
 def optimizer_wanted(
-    pm: Holder, optimizer: Optimizer, told: object, table: Table, where: str, *, in_order: bool
+    pm: Holder, optimizer: Optimizer, told: OptimizerRecord, table: Table, where: str, *, in_order: bool
 ) -> tuple[dict[str, Held], Callable[[], None]]:
     """Where this process wants the tensors of the state, and what to call when they are there.
 
     `in_order`: the parameter groups must be in the order in which they were saved.
     """
     of = type(optimizer).__name__
-
-    def refuse(
-        what: str, do: str = "use a checkpoint that was saved by this library and not changed"
-    ) -> CheckpointError:
-        return CheckpointError(what, where=where, do=do)
-
-    if not isinstance(told, dict) or told.keys() != {"class", "groups", "state"}:
-        raise refuse("what is said of the optimizer cannot be read")
-    if told["class"] != of:
-        do = f"make an optimizer of that class, or load without one: load(pm, None, ...) starts {of} anew"
-        raise refuse(f"the checkpoint is of {shown(told['class'])}, and the optimizer is {of}", do)
+    if told.of != of:
+        raise CheckpointError(
+            f"the checkpoint is of {shown(told.of)}, and the optimizer is {of}",
+            where=where,
+            do=f"make an optimizer of that class, or load without one: load(pm, None, ...) starts {of} anew",
+        )
     groups = list(_named(pm, optimizer))
-    options = _options(optimizer, groups, told["groups"], in_order, refuse)
-    state = told["state"]
-    if not isinstance(state, dict) or not all(isinstance(each, dict) for each in state.values()):
-        raise refuse("the state of the optimizer cannot be read")
+    options = _options(optimizer, groups, told.groups, in_order, where)
     wanted: dict[str, Held] = {}
     rebuilt: dict[int, dict[str, object]] = {}
     for number, (name, parameter) in enumerate(pair for group in groups for pair in group):
         entries: dict[str, object] = {}
-        for key, form in state.get(name, {}).items():
-            if not isinstance(form, dict):
-                raise refuse(f"{shown(key)} of {name} in the optimizer's state cannot be read")
+        for key, form in told.state.get(name, {}).items():
             if "value" in form:
                 entries[key] = from_plain(form["value"])
             elif "number" in form:
-                entries[key] = _number(form, f"{key} of {name}", refuse)
-            else:
-                record = table.get(_key(name, key))
-                if record is None:
-                    raise refuse(f"{shown(key)} of {name} in the optimizer's state is not there")
+                entries[key] = _number(form, f"{shown(key)} of {name} in the optimizer's state", where)
+            elif (record := table.get(_key(name, key))) is not None:
                 entries[key], wanted[_key(name, key)] = _room(record, pm.pieces.get(name), parameter, key, of, where)
+            else:
+                raise refuse(f"{shown(key)} of {name} in the optimizer's state is not there", where)
         if entries:
             rebuilt[number] = entries
 
@@ -212,54 +204,52 @@ def optimizer_wanted(
 def _options(
     optimizer: Optimizer,
     groups: Sequence[Sequence[tuple[str, nn.Parameter]]],
-    told: object,
+    told: Sequence[Group],
     in_order: bool,
-    refuse: Callable[..., CheckpointError],
+    where: str,
 ) -> list[dict[str, Any]]:
     """The saved options of each group of the optimizer; groups are known by their parameters."""
-    saved: dict[frozenset[str], dict[str, object]] = {}
-    for each in told if isinstance(told, list) else [None]:
-        if not isinstance(each, dict) or each.keys() != {"parameters", "options"}:
-            raise refuse("the parameter groups of the optimizer cannot be read")
-        names, options = each["parameters"], each["options"]
-        if not isinstance(options, dict) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-            raise refuse("the parameter groups of the optimizer cannot be read")
-        saved[frozenset(names)] = options
-    mine = {name for group in groups for name, _ in group}
-    theirs = {name for names in saved for name in names}
-    make_alike = "make the optimizer with the same parameters in the same groups as when it was saved"
+
+    def other(what: str) -> CheckpointError:
+        do = "make the optimizer with the same parameters in the same groups as when it was saved"
+        return CheckpointError(what, where=where, do=do)
+
+    saved = {frozenset(group.parameters): group.options for group in told}
+    here = [frozenset(name for name, _ in group) for group in groups]
+    mine, theirs = frozenset[str]().union(*here), frozenset[str]().union(*saved)
     if theirs - mine:
-        raise refuse(f"the optimizer lacks {few([shown(name) for name in sorted(theirs - mine)])}", make_alike)
+        raise other(f"the optimizer lacks {few([shown(name) for name in sorted(theirs - mine)])}")
     if mine - theirs:
-        raise refuse(f"the saved optimizer did not have {few(sorted(mine - theirs))}", make_alike)
-    if in_order and [frozenset(name for name, _ in group) for group in groups] != list(saved):
+        raise other(f"the saved optimizer did not have {few(sorted(mine - theirs))}")
+    if in_order and here != list(saved):
         # Schedulers count groups.
-        raise refuse("the groups of the optimizer are in another order than when it was saved", make_alike)
+        raise other("the groups of the optimizer are in another order than when it was saved")
     found = []
-    for group, fresh in zip(groups, optimizer.param_groups, strict=True):
-        options = saved.get(frozenset(name for name, _ in group))
-        if options is None:
+    for names, group, fresh in zip(here, groups, optimizer.param_groups, strict=True):
+        if names not in saved:
             named = group[0][0] if group else "no parameter"
-            raise refuse(f"the group of {named} has other parameters than when it was saved", make_alike)
-        kept = {key: value for key, value in fresh.items() if key != "params"}
+            raise other(f"the group of {named} has other parameters than when it was saved")
         # Schedulers add options of their own ("initial_lr"), which a fresh optimizer may not have yet.
-        names = [key for key in options if key not in _HOW and key not in ("params", "param_names")]
-        read = {key: like(from_plain(options[key]), fresh.get(key)) for key in names}
-        found.append(kept | read)
+        read = {key: from_plain(value) for key, value in saved[names].items() if key not in (*_HOW, *_PARAMETERS)}
+        for key, value in read.items():
+            # A number, in a tensor where the fresh one is one.
+            if isinstance(now := fresh.get(key), Tensor) and isinstance(value, bool | int | float):
+                read[key] = torch.full_like(now, value)
+        found.append({key: value for key, value in fresh.items() if key != "params"} | read)
     return found
 
 
-def _number(form: Mapping[str, object], what: str, refuse: Callable[..., CheckpointError]) -> Tensor:
+def _number(form: Form, what: str, where: str) -> Tensor:
     number, shape = from_plain(form["number"]), form.get("shape")
     dtype = DTYPES.get(str(form.get("dtype")))
     if dtype is None or not isinstance(shape, list) or len(shape) > 64 or any(size != 1 for size in shape):
-        raise refuse(f"{what} in the optimizer's state is not a number")
+        raise refuse(f"{what} is not a number", where)
     if not isinstance(number, bool | int | float):
-        raise refuse(f"{what} in the optimizer's state is {shown(number)}, not a number")
+        raise refuse(f"{what} is {shown(number)}, not a number", where)
     try:
-        return torch.full(shape, number, dtype=dtype)
+        return torch.full([1] * len(shape), number, dtype=dtype)
     except (RuntimeError, OverflowError):
-        raise refuse(f"{what} in the optimizer's state is {shown(number)}, too large for {dtype}") from None
+        raise refuse(f"{what} is {shown(number)}, too large for {dtype}", where) from None
 
 
 def _room(

@@ -1,29 +1,30 @@
 """The state of a parallel module as that of the model it was made of: whole tensors under the original names.
 
 In: a parallel module, of which every process holds pieces. Out: `full_state_dict`, joined a parameter at a time;
-`load_full_state_dict`, which gives every process its pieces of whole tensors and reads no more than those.
+`load_full_state_dict`, which gives every process its pieces of whole tensors and reads no more than those. And for
+checkpoints: which tensors there are (`tensors_of`), who writes what all have (`spread`), and where each process wants
+what it needs (`model_wanted`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lopsided.errors import CheckpointError, shown
+from lopsided.runtime.checkpoint.folder import Record, Table, few
+from lopsided.runtime.checkpoint.storage import Held
 from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile
 from lopsided.runtime.control_plane import Holder, accord_of
 from lopsided.runtime.pieces import Chunk, Piece
 
 Source = Mapping[str, Tensor] | str | Path | None
-
-_FIRST_FEW = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,107 @@ def tensors_of(pm: Holder) -> list[Named]:
     return list(found.values())
 
 
+# Who writes what
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor to be saved. `local` is what this process has of it, if anything."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    local: Tensor | None
+    piece: Piece | None  # how it is cut; None: who takes part has the whole
+    by_first: bool = False  # not all need have the same: the first one's counts
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def written(self, by_this: bool) -> Held:
+        if not by_this or self.local is None:
+            return Held(self.shape, self.dtype)
+        return Held.whole(self.shape, self.dtype, self.local)
+
+
+def model_kept(named: Iterable[Named]) -> dict[str, Kept]:
+    found = {}
+    for each in named:
+        cut = each.piece is not None and each.piece.is_cut and math.prod(each.shape) > 0
+        found[f"model.{each.name}"] = Kept(
+            each.shape, each.local.dtype, each.local, each.piece if cut else None, by_first=each.piece is None
+        )
+    return found
+
+
+def spread(kept: Mapping[str, Kept], place: int, places: int) -> dict[str, Held]:
+    """What the process at `place` writes. All know who holds how much, so all come to the same answer."""
+    if place < 0:
+        return {}
+    found, load = {}, [0] * places
+    for key, each in kept.items():
+        if each.piece is not None:
+            for rank in range(places):
+                load[rank] += sum(math.prod(c.sizes) for c in each.piece.chunks(rank)) * each.dtype.itemsize
+            boxes = each.piece.boxes(each.local) if each.local is not None else ()
+            found[key] = Held(each.shape, each.dtype, each.piece.chunks() if boxes else (), boxes)
+        elif each.by_first:
+            load[0] += each.bytes
+            found[key] = each.written(place == 0)
+    # What all have: the largest first, each to who has least to write.
+    alike = [key for key in kept if key not in found]
+    for key in sorted(alike, key=lambda key: (-kept[key].bytes, key)):
+        writer = min(range(places), key=lambda rank: (load[rank], rank))
+        load[writer] += kept[key].bytes
+        found[key] = kept[key].written(writer == place)
+    return found
+
+
+# Who reads what
+
+
+def model_wanted(named: Sequence[Named], table: Table, where: str) -> dict[str, Held]:
+    """Where the model's tensors go, if the checkpoint is of such a model."""
+    stored = {key.removeprefix("model."): record for key, record in table.items() if key.startswith("model.")}
+    wrong = _differences(named, {name: record.shape for name, record in stored.items()})
+    if wrong:
+        raise CheckpointError(
+            "the checkpoint is of another model",
+            where=where,
+            do="build the model as it was when the checkpoint was saved",
+            **wrong,
+        )
+    found = {next(name for name in each.names if name in stored): each for each in named}
+    return {f"model.{name}": wanted_pieces(stored[name], each.piece, each.local) for name, each in found.items()}
+
+
+def _differences(named: Sequence[Named], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """What whole tensors of these names and shapes lack to be the model's state. Of tied names one is enough."""
+    known = {name: each for each in named for name in each.names}
+    wrong = {
+        "missing": [each.name for each in named if not any(name in shapes for name in each.names)],
+        "unexpected": [shown(name) for name in shapes if name not in known],
+        "shapes": [
+            f"{name} is {list(shapes[name])}, not {list(each.shape)}"
+            for name, each in known.items()
+            if name in shapes and shapes[name] != each.shape
+        ],
+    }
+    return {kind: few(found) for kind, found in wrong.items() if found}
+
+
+def wanted_pieces(record: Record, piece: Piece | None, local: Tensor) -> Held:
+    """Where a process wants its piece of a tensor, or the whole where it is not cut."""
+    if not math.prod(record.shape):
+        return Held(record.shape, record.dtype)
+    if piece is None:
+        return Held.whole(record.shape, record.dtype, local)
+    return Held(record.shape, record.dtype, piece.chunks(), piece.boxes(local))
+
+
+# Whole
+
+
 def full_state_dict(pm: Holder, *, everywhere: bool = True) -> dict[str, Tensor]:
     """What `state_dict()` of the original model would be, in main memory. Every rank must call this.
 
@@ -107,47 +209,27 @@ def _joined(pm: Holder, each: Named) -> Tensor:
     return piece.join([part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)])
 
 
-# Loading
-
-
-class _Readable(Protocol):
+@dataclass(frozen=True, slots=True)
+class _Opened:
     """Whole tensors to read boxes of."""
 
-    def outline(self) -> dict[str, TensorEntry]: ...
-    def read(self, key: str, chunk: Chunk) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    tensors: Mapping[str, Tensor]
-
-    def outline(self) -> dict[str, TensorEntry]:
-        return {
-            key: TensorEntry(key, value.dtype, tuple(value.shape))
-            for key, value in self.tensors.items()
-            if isinstance(value, Tensor)
-        }
-
-    def read(self, key: str, chunk: Chunk) -> Tensor:
-        spans = zip(chunk.offsets, chunk.sizes, strict=True)
-        return self.tensors[key].detach()[tuple(slice(at, at + size) for at, size in spans)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Lazily:
-    file: TensorFile
-
-    def outline(self) -> dict[str, TensorEntry]:
-        return {key: self.file.entry(key) for key in sorted(self.file.keys)}
-
-    def read(self, key: str, chunk: Chunk) -> Tensor:
-        return self.file.read(key, chunk.offsets, chunk.sizes)
+    outline: dict[str, TensorEntry]
+    read: Callable[[str, Chunk], Tensor]
 
 
 @contextmanager
-def _opened(source: Source) -> Iterator[_Readable | None]:
-    if source is None or isinstance(source, Mapping):
-        yield None if source is None else _Given(source)
+def _opened(source: Source) -> Iterator[_Opened | None]:
+    if source is None:
+        yield None
+        return
+    if isinstance(source, Mapping):
+        tensors = {key: value.detach() for key, value in source.items() if isinstance(value, Tensor)}
+        yield _Opened(
+            {key: TensorEntry(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()},
+            lambda key, chunk: tensors[key][
+                tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            ],
+        )
         return
     path = Path(source)
     if path.suffix != ".safetensors":
@@ -157,7 +239,10 @@ def _opened(source: Source) -> Iterator[_Readable | None]:
             do="convert it, or load it yourself (torch.load(..., weights_only=True)) and give the mapping",
         )
     with TensorFile(path) as file:
-        yield _Lazily(file)
+        yield _Opened(
+            {key: file.entry(key) for key in sorted(file.keys)},
+            lambda key, chunk: file.read(key, chunk.offsets, chunk.sizes),
+        )
 
 
 def load_full_state_dict(pm: Holder, source: Source, *, strict: bool = True) -> None:
@@ -169,8 +254,10 @@ def load_full_state_dict(pm: Holder, source: Source, *, strict: bool = True) -> 
     """
     accord = accord_of(pm)
     held = tensors_of(pm)
-    with _opened_by_all(pm, source) as opened:
-        outlines = accord.all(lambda: opened.outline() if opened else None)
+    with ExitStack() as stack:
+        # A source that one rank cannot open is refused by all.
+        opened = accord.each(lambda: stack.enter_context(_opened(source)))
+        outlines = accord.all(lambda: opened.outline if opened else None)
         if outlines[0] is None:
             raise CheckpointError(
                 "rank 0 has no state to load",
@@ -179,16 +266,15 @@ def load_full_state_dict(pm: Holder, source: Source, *, strict: bool = True) -> 
             )
         sent = None in outlines
         outline = outlines[0] if sent else outlines[accord.rank] or {}
-        accord.each(lambda: _check(held, outline, strict))
+        accord.each(lambda: _check_state(held, outline, strict))
         for each in held:
             key = next((name for name in each.names if name in outline), None)
             if key is None:
                 continue
             if sent:
-                whole = Chunk((0,) * len(each.shape), each.shape)
                 value = torch.empty(each.shape, dtype=outline[key].dtype)
                 if accord.rank == 0 and opened is not None:
-                    value.copy_(opened.read(key, whole))
+                    value.copy_(opened.read(key, Chunk((0,) * len(each.shape), each.shape)))
                 accord.send(value, 0)
                 value = each.piece.take(value) if each.piece else value
                 each.local.detach().copy_(value)
@@ -197,39 +283,14 @@ def load_full_state_dict(pm: Holder, source: Source, *, strict: bool = True) -> 
                     box.detach().copy_(opened.read(key, chunk))
 
 
-@contextmanager
-def _opened_by_all(pm: Holder, source: Source) -> Iterator[_Readable | None]:
-    """A source that one rank cannot open is refused by all."""
-    opening = _opened(source)
-    opened = accord_of(pm).each(opening.__enter__)
-    try:
-        yield opened
-    finally:
-        opening.__exit__(None, None, None)
-
-
-def _check(held: list[Named], outline: Mapping[str, TensorEntry], strict: bool) -> None:
-    known = {name for each in held for name in each.names}
-    wrong = {
-        "missing": [each.name for each in held if not any(name in outline for name in each.names)] if strict else [],
-        "unexpected": [shown(key) for key in outline if key not in known] if strict else [],
-        "shapes": [
-            f"{name} is {list(outline[name].shape)}, not {list(each.shape)}"
-            for each in held
-            for name in each.names
-            if name in outline and outline[name].shape != each.shape
-        ],
-    }
-    if any(wrong.values()):
+def _check_state(held: Sequence[Named], outline: Mapping[str, TensorEntry], strict: bool) -> None:
+    wrong = _differences(held, {key: entry.shape for key, entry in outline.items()})
+    if not strict:
+        wrong = {kind: found for kind, found in wrong.items() if kind == "shapes"}
+    if wrong:
         raise CheckpointError(
             "the state is not that of this model",
             where="load_full_state_dict",
             do="load the state of the same model" + (", or pass strict=False to skip names" if strict else ""),
-            **{kind: few(found) for kind, found in wrong.items() if found},
+            **wrong,
         )
-
-
-def few(items: list[str]) -> str:
-    """The first few, and how many more."""
-    more = len(items) - _FIRST_FEW
-    return ", ".join(items[:_FIRST_FEW]) + (f" and {more} more" if more > 0 else "")

@@ -24,11 +24,9 @@ from lopsided.models.by_name import load as load_model
 from lopsided.models.zoo import SMALL
 from lopsided.runtime.checkpoint import folder as checkpoint_folder
 from lopsided.runtime.checkpoint import storage
-from lopsided.runtime.checkpoint.checkpoint import load, save
-from lopsided.runtime.checkpoint.contents import Kept, spread
-from lopsided.runtime.checkpoint.convert import convert
-from lopsided.runtime.checkpoint.plain import as_plain, from_plain
-from lopsided.runtime.checkpoint.state import full_state_dict
+from lopsided.runtime.checkpoint.checkpoint import convert, load, save
+from lopsided.runtime.checkpoint.folder import as_plain, from_plain
+from lopsided.runtime.checkpoint.state import Kept, full_state_dict, spread
 from lopsided.runtime.control_plane import accord_of
 from lopsided.runtime.pieces import Piece
 from tests.support.held_pieces import (
@@ -113,7 +111,7 @@ def test_what_is_written(crews: Crews, tmp_path: Path) -> None:
     assert training["tied"] == {"head.weight": "embed.weight"}
     assert training["optimizer"]["class"] == "AdamW"
     assert [group["options"]["weight_decay"] for group in training["optimizer"]["groups"]] == [0.1, 0.0]
-    table = storage.read_table(path)
+    table = checkpoint_folder.read_table(path)
     assert table["optimizer.qkv.weight.exp_avg"].shape == (768, 2)
     assert len(table["model.qkv.weight"].chunks) == 3 * 3
     assert "optimizer.frozen.exp_avg" not in table

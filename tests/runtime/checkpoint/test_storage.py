@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import CheckpointError
-from lopsided.runtime.checkpoint.contents import Held, LoadPlanner, SavePlanner
-from lopsided.runtime.checkpoint.storage import SafeReader, SafeWriter, check_files, read_table
+from lopsided.runtime.checkpoint.folder import read_table
+from lopsided.runtime.checkpoint.storage import Held, LoadPlanner, SafeReader, SafeWriter, SavePlanner, check_files
 from lopsided.runtime.checkpoint.tensor_file import NAMES, TensorEntry, TensorFile, write_tensors
 from lopsided.runtime.pieces import Chunk
 
