@@ -160,7 +160,10 @@ def test_checkpointed_layers_of_transformers() -> None:
     pytest.importorskip("transformers")
     model, batch = models.load("hf:GPT2LMHeadModel")
     inner: Any = model.model
-    inner.gradient_checkpointing_enable({"use_reentrant": False})
+    if hasattr(inner, "activation_checkpointing_enable"):
+        inner.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:  # as it was called before transformers 5.23
+        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert regions(lopsided.capture(model.train(), batch)) == [0, *range(1, len(inner.transformer.h) + 1), 0]
     assert regions(lopsided.capture(model.eval(), batch)) == [0]
 
