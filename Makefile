@@ -12,14 +12,14 @@ demo: $(READY)
 	@$(BIN)/lopsided demo
 
 test: check
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest
 
 test-all: check
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --all
 
 # Against the newest of everything that pyproject.toml allows, in an environment of its own.
 test-newest: newest
-	@$(NEWEST)/bin/python -m pytest -m "not slow"
+	@$(NEWEST)/bin/python -m pytest
 
 newest:
 	@$(PYTHON) -m venv --clear $(NEWEST)

@@ -1,10 +1,15 @@
-"""One thread and the same random numbers for every test."""
+"""One thread and the same random numbers for every test; what is shared; and what is sampled.
+
+`make test` runs a sample of the long lists: of the parameters of a test marked `sampled(n)`, n that are spread evenly
+over them. `make test-all` gives `--all`: every parameter, and the tests marked `slow`.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -21,6 +26,36 @@ settings.register_profile(
     "lopsided", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=60
 )
 settings.load_profile("lopsided")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run slow tests, and every parameter of those that are sampled")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is slow or not in the sample, unless all is asked for, or a test by its name."""
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    lists: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            lists[item.nodeid.partition("[")[0]].append(item)
+    kept = {item for found in lists.values() for item in sample(found)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def sample(items: list[pytest.Item]) -> list[pytest.Item]:
+    """As many of one test's items as its mark says, the first among them, the others at equal distances."""
+    mark = items[0].get_closest_marker("sampled")
+    number = len(items) if mark is None else min(int(mark.args[0]), len(items))
+    return [items[k * len(items) // number] for k in range(number)]
+
+
+@pytest.fixture(scope="session")
+def everything(request: pytest.FixtureRequest) -> bool:
+    """Whether all is tried that could be, as in `make test-all`: more programs, more steps, more seeds."""
+    return bool(request.config.getoption("--all"))
 
 
 @pytest.fixture(autouse=True)

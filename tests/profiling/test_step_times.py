@@ -16,7 +16,7 @@ from torch import nn
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
-from lopsided.cluster.devices import Kind, Link, Measured
+from lopsided.cluster.devices import Link, Measured
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.echo import LoneCommunicator
 from lopsided.comm.redistribute import Redistributor
@@ -44,6 +44,7 @@ from lopsided.profiling.step_times import (
     prepared_hiding,
 )
 from lopsided.schedule.layout import BUCKET_BYTES
+from tests.support import clusters
 
 CPU = torch.device("cpu")
 SIZES: dict[str, dict[str, int]] = {
@@ -66,9 +67,9 @@ def measured(graph: Graph, *, call_s: float = 1e-3, overhead_s: float = 0.0, mem
     for number, name in enumerate(("fast", "slow")):
         points = ((0.5, call_s * (number + 1) / 2), (1.0, call_s * (number + 1)))
         table = tuple(Measured(one.text, points, points) for one in distinct_calls([graph]))
-        flops = (("f32", 1e10 / (number + 1)),)
-        kinds.append(Kind(name, "box", 1, 1, flops, 1e10, memory, 0.0, "", table, 0.0, overhead_s))
-    return Cluster("measured", "", tuple(kinds), Link(0.0, 1e12), Link(0.0, 1e12))
+        figures = {"speed": 1e10 / (number + 1), "bytes_per_s": 1e10, "memory": memory, "launch_s": 0.0}
+        kinds.append(clusters.kind(name, **figures, measured=table, overhead_s=overhead_s))
+    return clusters.cluster(*kinds, link=Link(0.0, 1e12))
 
 
 # A wire to nobody

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from lopsided.schedule.cost import (
     transfer_s,
 )
 from lopsided.schedule.flops import call_text
+from tests.support import clusters
 
 BATCH, WIDE, NARROW = 8, 10, 6
 
@@ -55,12 +57,12 @@ def graph() -> Graph:
     return lopsided.capture(Block(), {"x": torch.randn(BATCH, NARROW), "y": torch.randn(BATCH // 2, 2, NARROW)})
 
 
-def kind(flops: float = 1e3, bytes_per_s: float = 1e18, launch_s: float = 0.5, count: int = 2, **more: object) -> Kind:
-    return Kind("gpu", "box", 1, count, (("f32", flops),), bytes_per_s, 2**30, launch_s, **more)  # type: ignore[arg-type]
+def kind(flops: float = 1e3, bytes_per_s: float = 1e18, launch_s: float = 0.5, count: int = 2, **more: Any) -> Kind:
+    return clusters.kind(count=count, speed=flops, bytes_per_s=bytes_per_s, memory=2**30, launch_s=launch_s, **more)
 
 
 def cluster(*kinds: Kind) -> Cluster:
-    return Cluster("test", "", kinds or (kind(),), Link(1e-3, 1e9), Link(1e-3, 1e9))
+    return clusters.cluster(*kinds or (kind(),), link=Link(1e-3, 1e9))
 
 
 def node_of(graph: Graph, name: str) -> Node:

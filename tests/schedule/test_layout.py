@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lopsided
-from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.ir.graph import Graph
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, R, S
@@ -26,16 +25,11 @@ from lopsided.schedule.cost import FREE, Costs, Transfer, conversion, optimizer_
 from lopsided.schedule.layout import Compute, Item, Schedule, lay_out
 from lopsided.verification.random_programs import random_program
 from tests.support import ROOT
+from tests.support.clusters import cluster, kind
 from tests.support.models import ByHand, example
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "02_write_a_program.py"))
-CLUSTER = Cluster(
-    "two",
-    "",
-    (Kind("gpu", "box", 1, 2, (("f32", 1e12),), 1e11, 2**30, 1e-5),),
-    Link(1e-5, 1e9),
-    Link(1e-5, 1e9),
-)
+CLUSTER = cluster(kind(count=2))
 
 
 @pytest.fixture(scope="module")

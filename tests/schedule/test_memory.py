@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lopsided
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph
 from lopsided.ir.notation import Rule
@@ -35,7 +35,7 @@ from lopsided.schedule.memory import (
     stored,
 )
 from lopsided.verification.random_programs import random_program, random_shares
-from tests.support import ROOT
+from tests.support import ROOT, clusters
 from tests.support.models import ByHand, example
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "02_write_a_program.py"))
@@ -44,8 +44,7 @@ BATCH, NARROW, WIDE = 8, 6, 10
 
 
 def cluster(*counts: int, memory: int = 2**30) -> Cluster:
-    kinds = [Kind(f"k{n}", "box", 1, count, (("f32", 1e12),), 1e11, memory, 1e-5) for n, count in enumerate(counts)]
-    return Cluster("test", "", tuple(kinds), Link(1e-5, 1e9), Link(1e-5, 1e9))
+    return clusters.cluster(*(clusters.kind(f"k{n}", count=count, memory=memory) for n, count in enumerate(counts)))
 
 
 @pytest.fixture(scope="module")

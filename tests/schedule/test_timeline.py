@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lopsided
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Link
 from lopsided.cluster.collectives import Network
 from lopsided.ir.graph import Graph
 from lopsided.ir.program import parse_program
@@ -26,7 +26,7 @@ from lopsided.schedule.cost import Affine, Costs, Scale, Transfer, optimizer_nam
 from lopsided.schedule.layout import BUCKET_BYTES, Compute, Item, Schedule, lay_out
 from lopsided.schedule.timeline import NETWORK, Timeline, run
 from lopsided.verification.random_programs import random_program, random_shares
-from tests.support import ROOT
+from tests.support import ROOT, clusters
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "02_write_a_program.py"))
 NO_TIME = Link(0.0, 1e18)
@@ -34,11 +34,9 @@ NO_TIME = Link(0.0, 1e18)
 
 def two(link: Link = NO_TIME, speeds: tuple[float, float] = (2e9, 1e9)) -> Cluster:
     """A fast and a slow device in one box; an all-reduce of b bytes takes 2 · latency + b / bytes_per_s."""
-    kinds = (
-        Kind(name, "box", 1, 1, (("f32", flops),), 1e18, 2**30, 0.0)
-        for name, flops in zip(("fast", "slow"), speeds, strict=True)
-    )
-    return Cluster("two", "", tuple(kinds), link, link)
+    figures = {"bytes_per_s": 1e18, "memory": 2**30, "launch_s": 0.0}
+    kinds = (clusters.kind(name, speed=speed, **figures) for name, speed in zip(("fast", "slow"), speeds, strict=True))
+    return clusters.cluster(*kinds, link=link)
 
 
 ONE_A_BYTE = two(Link(0.5, 1.0))  # seconds
