@@ -1,7 +1,7 @@
 """One thread and the same random numbers for every test; what is shared; and what is sampled.
 
-`make test` runs a sample of the long lists: of the parameters of a test marked `sampled(n)`, n that are spread evenly
-over them. `make test-all` gives `--all`: every parameter, and the tests marked `slow`.
+`make test` runs a sample of the long lists: of the parameters of a test marked `sampled(n)`, always the same n, spread
+evenly over them. `make test-all` gives `--all`: every parameter, and the tests marked `slow`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,6 +26,9 @@ settings.register_profile(
     "lopsided", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=60
 )
 settings.load_profile("lopsided")
+
+
+GOLDEN = 0.6180339887
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,10 +49,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """As many of one test's items as its mark says, the first among them, the others at equal distances."""
+    """As many of one test's items as its mark says, so that every parameter takes its values equally often.
+
+    The next item is one whose values were taken least. Among several of those it is the one whose number, times the
+    golden ratio, has the smallest fraction: these are spread over the list.
+    """
     mark = items[0].get_closest_marker("sampled")
-    number = len(items) if mark is None else min(int(mark.args[0]), len(items))
-    return [items[k * len(items) // number] for k in range(number)]
+    if mark is None:
+        return items
+    values = [tuple(item.callspec.indices.items()) for item in items]  # type: ignore[attr-defined]
+    taken: Counter[tuple[str, int]] = Counter()
+    found: list[int] = []
+    while len(found) < min(mark.args[0], len(items)):
+        left = (k for k in range(len(items)) if k not in found)
+        found.append(min(left, key=lambda k: (sum(taken[value] for value in values[k]), k * GOLDEN % 1)))
+        taken.update(values[found[-1]])
+    return [items[k] for k in sorted(found)]
 
 
 @pytest.fixture(scope="session")

@@ -57,6 +57,7 @@ def cluster(
 NETWORKS = {"slow": (1e7, 1e-4), "middling": (1e9, 1e-5), "fast": (1e12, 1e-9)}
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("name", [*zoo.SMALL])
 def test_a_plan_computes_what_one_device_computes(name: str, network: str) -> None:
