@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 NEWEST := .venv-newest
 PIP    := -m pip install --quiet --disable-pip-version-check
+PYTEST := -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: demo test test-all test-newest newest constraints check format bench proof figures docs clean
 
@@ -12,14 +13,14 @@ demo: $(READY)
 	@$(BIN)/lopsided demo
 
 test: check
-	@$(BIN)/python -m pytest
+	@$(BIN)/python $(PYTEST)
 
 test-all: check
-	@$(BIN)/python -m pytest --all
+	@$(BIN)/python $(PYTEST) --all
 
 # Against the newest of everything that pyproject.toml allows, in an environment of its own.
 test-newest: newest
-	@$(NEWEST)/bin/python -m pytest
+	@$(NEWEST)/bin/python $(PYTEST)
 
 newest:
 	@$(PYTHON) -m venv --clear $(NEWEST)
