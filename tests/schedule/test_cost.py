@@ -20,7 +20,6 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, Placement, R, S, Shares
 from lopsided.models import by_name as models
 from lopsided.models import zoo
-from lopsided.ops.derive import derive_rules
 from lopsided.ops.op import Call
 from lopsided.schedule.cost import (
     FREE,
@@ -38,6 +37,7 @@ from lopsided.schedule.cost import (
 )
 from lopsided.schedule.flops import call_text
 from tests.support import clusters
+from tests.support.jobs import book_of
 
 BATCH, WIDE, NARROW = 8, 10, 6
 
@@ -155,8 +155,7 @@ def test_repeated_layers_are_priced_once() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "vgg19", "gpt2", "bert-moe"])
 def test_every_rule_of_a_model_has_a_price(name: str) -> None:
-    model, batch = models.load(zoo.SMALL[name])
-    book = derive_rules(lopsided.capture(model, batch))
+    book = book_of(zoo.SMALL[name])
     costs = priced(book.graph, cluster(kind(), kind(3e3)))
     for node in book.graph.nodes:
         for rule in book.rules[node.name]:
@@ -192,8 +191,7 @@ def test_only_factors_are_gathered(graph: Graph) -> None:
 
 
 def test_talking_rules_send_what_their_implementation_asks() -> None:
-    model, batch = models.load(zoo.SMALL["mlp"])
-    book = derive_rules(lopsided.capture(model, batch))
+    book = book_of(zoo.SMALL["mlp"])
     loss = book.graph.nodes[-1]
     rule = next(rule for rule in book.rules[loss.name] if rule.how == "vocabulary")
     cost = priced(book.graph, cluster()).op(loss, rule)

@@ -21,7 +21,6 @@ from lopsided.ir.program import Program, parse_program
 from lopsided.ir.rule_book import RuleBook
 from lopsided.models import by_name as models
 from lopsided.models import zoo
-from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import stored_cut
 from lopsided.schedule.cost import Scale, optimizer_named
 from lopsided.schedule.memory import (
@@ -36,6 +35,7 @@ from lopsided.schedule.memory import (
 )
 from lopsided.verification.random_programs import random_program, random_shares
 from tests.support import ROOT, clusters
+from tests.support.jobs import book_of
 from tests.support.models import ByHand, example
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "02_write_a_program.py"))
@@ -258,8 +258,7 @@ def test_working_memory_is_that_of_the_largest_step(graph: Graph) -> None:
 
 @pytest.fixture(scope="module", params=["mlp", "gpt2"])
 def book(request: pytest.FixtureRequest) -> RuleBook:
-    model, batch = models.load(zoo.SMALL[request.param])
-    return derive_rules(lopsided.capture(model, batch))
+    return book_of(zoo.SMALL[request.param])
 
 
 def memory(program: Program, scale: Scale, **options: bool) -> tuple[int, ...]:

@@ -19,14 +19,13 @@ from lopsided.cluster.collectives import Network
 from lopsided.ir.graph import Graph
 from lopsided.ir.program import parse_program
 from lopsided.ir.rule_book import RuleBook
-from lopsided.models import by_name as models
 from lopsided.models import zoo
-from lopsided.ops.derive import derive_rules
 from lopsided.schedule.cost import Affine, Costs, Scale, Transfer, optimizer_named, transfer_s
 from lopsided.schedule.layout import BUCKET_BYTES, Compute, Item, Schedule, lay_out
 from lopsided.schedule.timeline import NETWORK, Timeline, run
 from lopsided.verification.random_programs import random_program, random_shares
 from tests.support import ROOT, clusters
+from tests.support.jobs import book_of
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "02_write_a_program.py"))
 NO_TIME = Link(0.0, 1e18)
@@ -289,8 +288,7 @@ def test_data_parallelism_sends_parameters_once(graph: Graph) -> None:
 
 @pytest.fixture(scope="module", params=["mlp", "bert"])
 def book(request: pytest.FixtureRequest) -> RuleBook:
-    model, batch = models.load(zoo.SMALL[request.param])
-    return derive_rules(lopsided.capture(model, batch))
+    return book_of(zoo.SMALL[request.param])
 
 
 @given(
