@@ -3,17 +3,34 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+NEWEST := .venv-newest
+PIP    := -m pip install --quiet --disable-pip-version-check
+PYTEST := -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-all check format bench proof figures docs clean
+.PHONY: demo test test-all test-newest newest constraints check format bench proof figures docs clean
 
 demo: $(READY)
 	@$(BIN)/lopsided demo
 
 test: check
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python $(PYTEST)
 
 test-all: check
-	@$(BIN)/python -m pytest
+	@$(BIN)/python $(PYTEST) --all
+
+# Against the newest of everything that pyproject.toml allows, in an environment of its own.
+test-newest: newest
+	@$(NEWEST)/bin/python $(PYTEST)
+
+newest:
+	@$(PYTHON) -m venv --clear $(NEWEST)
+	@$(NEWEST)/bin/python $(PIP) --upgrade --editable ".[dev]"
+
+# Writes down the newest versions, without the label of a build (torch's +cpu), for `make demo` and `make test` to use.
+# Run `make test-newest` first: what it passed with is what is written.
+constraints: newest
+	@{ echo "# The versions that the tests passed with. Written by make constraints."; \
+	   $(NEWEST)/bin/python -m pip freeze --exclude lopsided | sed 's/+[A-Za-z0-9.]*$$//'; } > constraints.txt
 
 check: $(READY)
 	@$(BIN)/ruff format --check .
@@ -42,10 +59,10 @@ figures: $(READY)
 docs: $(READY)
 	@$(BIN)/python docs/generate.py
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@$(BIN)/python $(PIP) --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

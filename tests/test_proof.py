@@ -20,6 +20,7 @@ from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.planner.ablation import ADDITIONS, HAP
 from lopsided.planner.plan_file import save_plan
+from tests.support.clusters import cluster, kind
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -39,12 +40,13 @@ SUM = contestants.Subject("bert", "bert:layers=2,width=32,heads=2,seq=8,vocab=64
 VGG = contestants.Subject("vgg19", "vgg19:width=8,ffn=64,dropout=0,batch=8", sums=True)
 
 
+def host(number: int, speed: float) -> Kind:
+    figures = {"speed": speed * 1e9, "bytes_per_s": speed * 1e9, "launch_s": 1e-9}
+    return kind(f"d{number}", f"n{number}", **figures)
+
+
 def two_hosts() -> Cluster:
-    kinds = tuple(
-        Kind(f"d{k}", f"n{k}", 1, 1, (("f32", speed * 1e9),), speed * 1e9, 2**33, 1e-9)
-        for k, speed in enumerate((3, 1))
-    )
-    return Cluster("two", "", kinds, Link(1e-6, 1e10), Link(1e-6, 1e10))
+    return cluster(host(0, 3), host(1, 1), link=Link(1e-6, 1e10))
 
 
 # Contestants
@@ -266,8 +268,7 @@ def test_the_drawn_timeline_is_the_predicted_step() -> None:
 
 @pytest.mark.slow
 def test_programs_are_many_and_different() -> None:
-    third = Kind("d2", "n2", 1, 1, (("f32", 1e9),), 1e9, 2**33, 1e-9)
-    three = Cluster("three", "", (*two_hosts().kinds, third), Link(1e-6, 1e9), Link(1e-6, 1e9))
+    three = cluster(*two_hosts().kinds, host(2, 1), link=Link(1e-6, 1e9))
     found = dict(accuracy.programs(MEAN, three, torch.device("cpu")))
     assert len(found) >= accuracy.FEWEST
     assert len({accuracy._key(plan) for plan in found.values()}) == len(found)

@@ -15,22 +15,21 @@ from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import parse_cluster
 from lopsided.cluster.collectives import Network
-from lopsided.cluster.devices import Kind, Link, Measured
+from lopsided.cluster.devices import Link, Measured
 from lopsided.models import zoo
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.planner import plan_graph
 from lopsided.schedule.cost import Costs, Transfer, optimizer_named, update_call
 from lopsided.schedule.flops import call_text
 from lopsided.schedule.pricing import Computed
+from tests.support import clusters
 from tests.support.schedules import lay_out
 
 
 def cluster_of(*, measured: tuple[Measured, ...] = (), overhead_s: float = 0.0, comm_slowdown: float = 1.0) -> Cluster:
-    kinds = tuple(
-        Kind(name, "box", 1, 1, (("f32", flops),), 1e9, 2**34, 1e-6, "", measured, 0.0, overhead_s)
-        for name, flops in (("fast", 4e8), ("slow", 2e8))
-    )
-    return Cluster("two", "Made up.", kinds, Link(1e-5, 1e9), Link(1e-5, 1e9), comm_slowdown=comm_slowdown)
+    figures = {"bytes_per_s": 1e9, "launch_s": 1e-6, "measured": measured, "overhead_s": overhead_s}
+    made = (clusters.kind(name, speed=speed, **figures) for name, speed in (("fast", 4e8), ("slow", 2e8)))
+    return replace(clusters.cluster(*made, link=Link(1e-5, 1e9), comm_slowdown=comm_slowdown), about="Made up.")
 
 
 @cache

@@ -12,20 +12,20 @@ from lopsided.calibration.comparison import computing_s
 from lopsided.calibration.rebalance import rebalanced
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
-from lopsided.cluster.devices import Kind, Link
+from lopsided.cluster.devices import Link
 from lopsided.errors import PlanError
 from lopsided.models import zoo
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.planner.planner import plan_graph, predict
+from tests.support import clusters
 
+LINK = Link(1e-6, 1e9)
 SIZES = {"layers": 2, "width": 32, "heads": 4, "seq": 10, "vocab": 61, "batch": 32, "dropout": 0}
 
 
 def cluster_of(speeds: tuple[float, ...], memory: int = 2**34) -> Cluster:
-    link = Link(1e-6, 1e9)
-    kinds = tuple(Kind(f"k{n}", "box", 1, 1, (("f32", speed),), 1e9, memory, 0.0) for n, speed in enumerate(speeds))
-    return Cluster("made up", "", kinds, link, link)
+    return clusters.cluster(*clusters.kinds(*speeds, bytes_per_s=1e9, memory=memory, launch_s=0.0), link=LINK)
 
 
 @cache
@@ -92,8 +92,7 @@ def test_nonsense_is_bounded_or_refused() -> None:
 
 
 def test_devices_alike_are_balanced_already() -> None:
-    link = Link(1e-6, 1e9)
-    cluster = Cluster("two", "", (Kind("k", "box", 1, 2, (("f32", 1e8),), 1e9, 2**34, 0.0),), link, link)
-    plan = plan_graph(plan_of().graph, cluster)
+    alike = clusters.kind(count=2, speed=1e8, bytes_per_s=1e9, launch_s=0.0)
+    plan = plan_graph(plan_of().graph, clusters.cluster(alike, link=LINK))
     assert plan.on.devices == 2
     assert rebalanced(plan, (1.0, 2.0)) is None

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import commands
+
 SMALL = "mlp:layers=2,width=12,classes=5,batch=7"
 
 
@@ -95,7 +97,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_in_a_few_lines(case: str) -> None:
     arguments, word = BAD[case]
-    done = lopsided(*arguments)
+    done = commands.lopsided(*arguments)
     said = done.stderr
     assert done.returncode == 2
     assert word in said

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lopsided.cli import app as cli
-from lopsided.cli.app import main
 from lopsided.cluster.cluster_file import parse_cluster, preset_names
 from lopsided.errors import PlanError
 from lopsided.ir.placement import Shares
@@ -38,28 +35,11 @@ from lopsided.report.plan_tables import (
     worth_text,
 )
 from lopsided.report.table import WIDTH, Table, text_lines
+from tests.support.commands import lopsided
 from tests.support.plans import DATA_PARALLEL, SHARES, ZERO, plan_of
 
 SMALL = "bert:layers=4,width=32,heads=2,vocab=97,seq=8,batch=16"
 ON = "2xA6000+2x2080Ti"
-
-
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def lopsided(*arguments: str) -> Done:
-    """The command in this process: another one would spend seconds on importing."""
-    stdout, stderr = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
-        patch.setattr(sys, "argv", ["lopsided", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-    code = end.value.code
-    return Done(code if isinstance(code, int) else 0, stdout.getvalue(), stderr.getvalue())
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from typer.testing import CliRunner, Result
 from lopsided.capturing.retype import in_dtype
 from lopsided.cli import run_commands as cli_run
 from lopsided.cli.app import app
-from lopsided.cluster.cluster import Cluster, Link
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError, LopsidedError, PlanError
 from lopsided.ir.placement import Shares
@@ -27,6 +26,7 @@ from lopsided.planner.plan_file import save_plan
 from lopsided.runtime.checkpoint.checkpoint import save
 from lopsided.runtime.launch import launch_words
 from lopsided.verification.on_processes import Claim
+from tests.support import clusters
 from tests.support.jobs import Run, classic, cluster_of, model_of, parallel_of, parsed
 
 SPEC = "mlp:layers=2,width=12,classes=5,batch=7"
@@ -53,7 +53,7 @@ def two(one: Plan) -> Plan:
     plan = parsed(classic(SPEC, "dp", Shares((0.2, 0.3, 0.5))))
     kind = cluster_of(1).kinds[0]
     kinds = tuple(replace(kind, node=node, count=count) for node, count in (("big", 2), ("small", 1)))
-    where = Cluster("two", "", kinds, Link(1e-5, 1e9), Link(1e-4, 1e9))
+    where = clusters.cluster(*kinds)
     return replace(plan, cluster=where, on=where)
 
 

@@ -225,15 +225,11 @@ def test_speeds_of_dtypes_that_are_not_listed() -> None:
 
 
 def test_slowdowns_skew_and_links_between_two_nodes_print_and_load_back() -> None:
-    one = Cluster(
-        "c",
-        "",
-        (replace(kind(node="a"), compute_slowdown=0.25, overhead_s=1e-5), kind(node="b"), kind(node="d")),
-        Link(1e-5, 1e10),
-        Link(1e-4, 1e8),
-        (("all_gather", "padded", Link(1e-3, 1e8, 0.5)),),
-        (("a", "d", Link(1e-2, 1e6)),),
-        1.5,
+    one = cluster(
+        *(kind(node="a", compute_slowdown=0.25, overhead_s=1e-5), kind(node="b"), kind(node="d")),
+        collectives=(("all_gather", "padded", Link(1e-3, 1e8, 0.5)),),
+        pairs=(("a", "d", Link(1e-2, 1e6)),),
+        comm_slowdown=1.5,
     )
     assert parse_cluster(one.text()) == one
     plain = replace(one, pairs=(), comm_slowdown=1.0, collectives=(("all_gather", "padded", Link(1e-3, 1e8)),))
@@ -254,13 +250,13 @@ def test_links_between_nodes_that_are_not_there_are_refused(
     pairs: tuple[tuple[str, str, Link], ...], said: str
 ) -> None:
     with pytest.raises(ClusterError, match=said):
-        Cluster("c", "", (kind(node="a"), kind(node="b")), Link(1e-5, 1e10), Link(1e-4, 1e8), (), pairs)
+        cluster(kind(node="a"), kind(node="b"), pairs=pairs)
 
 
 def test_a_link_of_its_own_needs_a_node_of_its_own() -> None:
     pairs = (("a", "b-1", Link(0.0, 1e6)),)
     with pytest.raises(ClusterError, match="one of several of one name"):
-        Cluster("c", "", (kind(node="a"), kind(node="b", nodes=2)), Link(1e-5, 1e10), Link(1e-4, 1e8), (), pairs)
+        cluster(kind(node="a"), kind(node="b", nodes=2), pairs=pairs)
 
 
 # Crowding

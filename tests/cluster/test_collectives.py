@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopsided.cluster.cluster import MEASURABLE, Cluster, Kind, Link
+from lopsided.cluster.cluster import MEASURABLE, Cluster, Link
 from lopsided.cluster.cluster_file import load_cluster, preset_names
 from lopsided.cluster.collectives import COLLECTIVES, GROUPED, Algorithm, Network
 from lopsided.errors import ClusterError
-
-WITHIN, BETWEEN = Link(1e-5, 1e10), Link(5e-5, 1e9)
+from tests.support import clusters
+from tests.support.clusters import BETWEEN, WITHIN
 
 
 def cluster(nodes: int, count: int, within: Link = WITHIN, between: Link = BETWEEN) -> Cluster:
-    kind = Kind("gpu", "box", nodes, count, (("f32", 1e13),), 9e11, 2**34, 8e-6)
-    return Cluster("c", "", (kind,), within, between)
+    return clusters.cluster(clusters.kind(nodes=nodes, count=count), within=within, between=between)
 
 
 def way(network: Network, collective: str, implementation: str) -> Algorithm:
@@ -184,8 +184,9 @@ def test_a_network_does_not_look_at_devices(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(Network(one).ways("all_gather")) == 3
 
 
-def _hosts(*names: str) -> tuple[Kind, ...]:
-    return tuple(Kind(name, name, 1, 1, (("f32", 1e12),), 1e11, 2**30, 1e-5) for name in names)
+def hosts(names: str, bytes_per_s: float = 1e8, **more: Any) -> Cluster:
+    """A node for each letter."""
+    return clusters.cluster(*(clusters.kind(name, name) for name in names), between=Link(1e-4, bytes_per_s), **more)
 
 
 def _as_measured(cluster: Cluster) -> Cluster:
@@ -203,7 +204,7 @@ def _as_measured(cluster: Cluster) -> Cluster:
 def test_a_part_of_a_measured_cluster_is_as_its_model_says(left: list[int]) -> None:
     slow = Link(1e-3, 2.5e7)
     pairs = tuple((near, far, slow) for near in "ab" for far in "cd")
-    modelled = Cluster("c", "", _hosts(*"abcd"), Link(1e-5, 1e10), Link(1e-4, 1.25e8), (), pairs)
+    modelled = hosts("abcd", 1.25e8, pairs=pairs)
     fewer, wanted = _as_measured(modelled).only(left), Network(modelled.only(left))
     for name, ways in MEASURABLE.items():
         for way in ways:
@@ -215,7 +216,7 @@ def test_a_part_of_a_measured_cluster_is_as_its_model_says(left: list[int]) -> N
 
 
 def test_a_ring_is_as_slow_as_the_slowest_link_between_its_nodes() -> None:
-    fast = Cluster("c", "", _hosts(*"abc"), Link(1e-5, 1e10), Link(1e-4, 1e8))
+    fast = hosts("abc")
     slow = replace(fast, pairs=(("b", "c", Link(1e-2, 1e6)),))
     ratio = Network(slow).best("all_reduce", 1e9).seconds(1e9) / Network(fast).best("all_reduce", 1e9).seconds(1e9)
     assert 90 < ratio < 101
@@ -225,7 +226,7 @@ def test_a_ring_is_as_slow_as_the_slowest_link_between_its_nodes() -> None:
 
 
 def test_measured_skew_is_taken_as_measured() -> None:
-    plain = Cluster("c", "", _hosts(*"ab"), Link(1e-5, 1e10), Link(1e-4, 1e8))
+    plain = hosts("ab")
     for skew in (0.0, 0.25, 1.0):
         one = replace(plain, collectives=(("all_gather", "padded", Link(1e-3, 1e8, skew)),))
         way = next(w for w in Network(one).ways("all_gather") if w.implementation == "padded")

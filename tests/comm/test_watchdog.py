@@ -56,7 +56,7 @@ def test_positions_travel_as_text() -> None:
 def test_a_reason_is_one_line_with_its_place() -> None:
     with pytest.raises(ValueError, match="too small") as caught:
         raise ValueError("too small\nby far")
-    assert re.fullmatch(r"ValueError: too small at test_watch.py:\d+", reason_of(caught.value, caught.tb))
+    assert re.fullmatch(r"ValueError: too small at test_watchdog.py:\d+", reason_of(caught.value, caught.tb))
     assert reason_of(LopsidedError("what", where="here"), None) == "LopsidedError: what"
 
 

@@ -13,25 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Kind
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.cluster.subclusters import parts, single_devices
 from lopsided.comm.rank_mapping import RankInfo, devices_in, find_seats, model_of, torchrun_line
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, begin, check_same, group_of, meet, share_plan, side_group
 from lopsided.errors import WorldError
+from tests.support import clusters
+from tests.support.clusters import cluster
 
 GIB = 2**30
-LINK = Link(1e-5, 1e9)
 NAMES = {"3090": "NVIDIA GeForce RTX 3090", "3060": "NVIDIA GeForce RTX 3060", "a100": "NVIDIA A100-SXM4-40GB"}
 
 
-def kind(name: str, node: str = "box", nodes: int = 1, count: int = 1, gib: int = 8, source: str = "") -> Kind:
-    return Kind(name, node, nodes, count, (("f32", 1e12),), 1e11, gib * GIB, 1e-6, source)
-
-
-def cluster(*kinds: Kind) -> Cluster:
-    return Cluster("test", "", kinds, LINK, LINK)
+def kind(name: str, node: str = "box", gib: int = 8, **more: Any) -> Kind:
+    return clusters.kind(name, node, memory=gib * GIB, **more)
 
 
 def cpus(*hosts: str) -> list[RankInfo]:

@@ -17,10 +17,10 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, R, S
 from lopsided.ir.program import Program, check_program, parse_program
 from lopsided.ir.rule_book import RuleBook
-from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.ops.derive import derive_rules
 from lopsided.verification.random_programs import random_program, random_shares
+from tests.support.jobs import book_of
 from tests.support.models import ByHand, example
 
 
@@ -44,8 +44,7 @@ def program(graph: Graph) -> Program:
 
 @pytest.mark.parametrize("name", zoo.SMALL)
 def test_random_programs_parse_back_and_are_legal(name: str) -> None:
-    model, batch = models.load(zoo.SMALL[name])
-    book = derive_rules(lopsided.capture(model, batch))
+    book = book_of(zoo.SMALL[name])
     for seed in range(3):
         program = random_program(book, random.Random(seed))
         check_program(program, book)

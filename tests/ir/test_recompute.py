@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lopsided
 from lopsided.capturing.retype import in_dtype
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Link
 from lopsided.errors import DoesNotFitError, GraphError
 from lopsided.ir.dtypes import in_float64
 from lopsided.ir.graph import Graph
@@ -39,6 +39,7 @@ from lopsided.schedule.memory import bytes_per_kind, holdings, saved_by
 from lopsided.schedule.pricing import Computed
 from lopsided.schedule.schedule import Decisions, Redistribute, nodes_of
 from lopsided.verification.random_programs import random_program, random_shares
+from tests.support import clusters
 from tests.support.models import ByHand, example
 from tests.support.schedules import held_by, lay_out
 
@@ -49,8 +50,9 @@ BATCH, NARROW, WIDE = 8, 6, 24
 
 
 def cluster(*counts: int, memory: int = 2**30) -> Cluster:
-    kinds = [Kind(f"k{n}", "box", 1, count, (("f32", 1e9),), 1e9, memory, 1e-6) for n, count in enumerate(counts)]
-    return Cluster("test", "", tuple(kinds), Link(1e-5, 1e8), Link(1e-5, 1e8))
+    figures = {"speed": 1e9, "bytes_per_s": 1e9, "memory": memory, "launch_s": 1e-6}
+    made = (clusters.kind(f"k{n}", count=count, **figures) for n, count in enumerate(counts))
+    return clusters.cluster(*made, link=Link(1e-5, 1e8))
 
 
 class Block(nn.Module):
@@ -163,7 +165,10 @@ def test_checkpointed_layers_of_transformers() -> None:
     pytest.importorskip("transformers")
     model, batch = models.load("hf:GPT2LMHeadModel")
     inner: Any = model.model
-    inner.gradient_checkpointing_enable({"use_reentrant": False})
+    if hasattr(inner, "activation_checkpointing_enable"):
+        inner.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:  # as it was called before transformers 5.23
+        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert regions(lopsided.capture(model.train(), batch)) == [0, *range(1, len(inner.transformer.h) + 1), 0]
     assert regions(lopsided.capture(model.eval(), batch)) == [0]
 
@@ -329,13 +334,8 @@ def captured_once() -> Graph:
 
 def test_shares_of_a_recomputing_program_are_the_best(graph: Graph) -> None:
     """Twice the speed gets twice the rows, and the linear program foresees the timeline's step."""
-    on = Cluster(
-        "two",
-        "",
-        tuple(Kind(n, "box", 1, 1, (("f32", f),), 1e18, 2**30, 0.0) for n, f in (("fast", 2e9), ("slow", 1e9))),
-        Link(0.0, 1e18),
-        Link(0.0, 1e18),
-    )
+    kinds = clusters.kinds(2e9, 1e9, bytes_per_s=1e18, launch_s=0.0)
+    on = clusters.cluster(*kinds, link=Link(0.0, 1e18))
     program, costs = zero(graph), Costs(graph, on, SGD)
     schedule = lay_out(program, costs)
     found = balance(schedule.priced, held_by(program, SGD), on, costs.network, reference=lopsided.Shares((0.5, 0.5)))

@@ -36,6 +36,7 @@ def test_the_sample_is_large() -> None:
     assert not {class_of(spec) for spec in ARCHITECTURES} & {class_of(spec) for spec in REFUSED}
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("spec", ARCHITECTURES, ids=class_of)
 def test_every_architecture(spec: str) -> None:
     check(spec, programs=2)
@@ -57,6 +58,7 @@ def test_every_architecture_with_attention_written_out(spec: str) -> None:
     check(spec, programs=10)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", REFUSED, ids=class_of)
 def test_what_cannot_be_captured_says_where_and_what_to_do(spec: str) -> None:
     model, batch = models.load(spec)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lopsided.capturing.capture_graph import capture
-from lopsided.cluster.cluster import Cluster, Kind, Link, Measured
+from lopsided.cluster.cluster import Cluster, Link, Measured
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.cluster.collectives import Network
 from lopsided.errors import InputError
@@ -30,6 +30,7 @@ from lopsided.schedule.schedule import Bucket, Decisions, Schedule, check_schedu
 from lopsided.schedule.timeline import run
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare
+from tests.support import clusters
 from tests.support.schedules import Flat, lay_out
 
 SMALL = "bert:layers=1,width=32,heads=4,seq=8,vocab=64,dropout=0,batch=16"
@@ -37,11 +38,9 @@ SMALL = "bert:layers=1,width=32,heads=4,seq=8,vocab=64,dropout=0,batch=16"
 
 def unequal(*speeds: float, memory: float = 2**34) -> Cluster:
     """Devices of these speeds, in GFLOP/s, each a kind. Launches cost nothing, so that a small model is worth it."""
-    kinds = tuple(
-        Kind(f"d{k}", f"n{k}", 1, 1, (("f32", speed * 1e9),), speed * 1e9, int(memory), 1e-9)
-        for k, speed in enumerate(speeds)
-    )
-    return Cluster("test", "", kinds, Link(1e-6, 1e10), Link(1e-6, 1e10))
+    figures = ({"speed": speed * 1e9, "bytes_per_s": speed * 1e9, "memory": memory} for speed in speeds)
+    kinds = (clusters.kind(f"d{k}", f"n{k}", launch_s=1e-9, **each) for k, each in enumerate(figures))
+    return clusters.cluster(*kinds, link=Link(1e-6, 1e10))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import nn
 import lopsided
 from lopsided.capturing.capture_graph import capture
 from lopsided.capturing.retype import in_dtype
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Link
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.errors import DoesNotFitError, InputError, PlanError
 from lopsided.ir.dtypes import TOLERANCE, in_float64
@@ -33,6 +33,7 @@ from lopsided.schedule.cost import Scale, optimizer_named
 from lopsided.schedule.schedule import BUCKET_BYTES
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare
+from tests.support import clusters
 
 
 def cluster(
@@ -40,25 +41,23 @@ def cluster(
 ) -> Cluster:
     """Devices of these speeds, in TFLOP/s, one kind each, in as many nodes (1 or one each)."""
     kinds = tuple(
-        Kind(
-            name=f"d{k}",
-            node=f"n{k}" if nodes > 1 else "n",
-            nodes=1,
-            count=1,
-            flops_per_s=(("f32", speed * 1e12),),
+        clusters.kind(
+            f"d{k}",
+            f"n{k}" if nodes > 1 else "n",
+            speed=speed * 1e12,
             bytes_per_s=speed * 1e11,
-            memory_bytes=int(memory[k] if memory else 2**34),
+            memory=memory[k] if memory else 2**34,
             launch_s=1e-6,
         )
         for k, speed in enumerate(speeds)
     )
-    link = Link(latency_s, bytes_per_s)
-    return Cluster("test", "", kinds, link, link)
+    return clusters.cluster(*kinds, link=Link(latency_s, bytes_per_s))
 
 
 NETWORKS = {"slow": (1e7, 1e-4), "middling": (1e9, 1e-5), "fast": (1e12, 1e-9)}
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("name", [*zoo.SMALL])
 def test_a_plan_computes_what_one_device_computes(name: str, network: str) -> None:
@@ -351,14 +350,9 @@ def test_given_and_found_segments_do_not_mix() -> None:
 
 
 def test_no_device_is_worth_more_than_its_node() -> None:
-    kinds = (("a", 4.0), ("b", 1.0))
-    on = Cluster(
-        "two boxes",
-        "",
-        tuple(Kind(n, f"{n}-box", 1, 4, (("f32", s * 1e12),), 1e11, 2**34, 1e-6) for n, s in kinds),
-        Link(1e-6, 1e11),
-        Link(1e-5, 1e9),
-    )
+    four = {"count": 4, "bytes_per_s": 1e11, "launch_s": 1e-6}
+    kinds = (clusters.kind(n, f"{n}-box", speed=s * 1e12, **four) for n, s in (("a", 4.0), ("b", 1.0)))
+    on = clusters.cluster(*kinds, within=Link(1e-6, 1e11), between=Link(1e-5, 1e9))
     module, batch = load("gpt2:layers=2,width=128", batch=32)
     made = plan_graph(capture(module, batch), on)
     nodes = dict(made.without_node)
@@ -430,7 +424,7 @@ def test_a_plan_that_is_known_is_never_beaten_by_a_slower_one(wide: Graph) -> No
 
 def test_a_known_plan_may_leave_out_devices_that_are_alike(wide: Graph) -> None:
     fast, slow = cluster(8, 0.01).kinds
-    on = Cluster("four", "", (replace(fast, count=2), replace(slow, count=2)), Link(1e-6, 1e9), Link(1e-6, 1e9))
+    on = clusters.cluster(replace(fast, count=2), replace(slow, count=2), link=Link(1e-6, 1e9))
     first = plan_graph(wide, on)
     assert len(first.devices) < on.devices
     assert plan_graph(wide, on, known=[first]).step_s <= first.step_s * (1 + 1e-9)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lopsided.capturing.capture_graph import capture
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Link
 from lopsided.errors import ProgramError
 from lopsided.ir.dtypes import TOLERANCE, in_float64
 from lopsided.ir.graph import Graph
@@ -18,16 +20,15 @@ from lopsided.planner.planner import plan_graph, predict
 from lopsided.planner.segments import found_segments, given_segments
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare
+from tests.support.clusters import cluster, kind
 
 
 def unlike() -> Cluster:
     """One kind is good at arithmetic, the other at moving bytes: no one pair of shares suits all parts of a model."""
-
-    def kind(name: str, flops_per_s: float, bytes_per_s: float) -> Kind:
-        speeds = (("f32", flops_per_s), ("f64", flops_per_s))
-        return Kind(name, "node", 1, 2, speeds, bytes_per_s, 2**35, 1e-6)
-
-    return Cluster("unlike", "", (kind("a", 20e12, 300e9), kind("b", 5e12, 900e9)), Link(1e-6, 2e10), Link(1e-6, 2e10))
+    pair = {"count": 2, "launch_s": 1e-6}
+    strong, quick = kind("a", speed=20e12, bytes_per_s=300e9, **pair), kind("b", speed=5e12, bytes_per_s=900e9, **pair)
+    both = (replace(one, flops_per_s=(*one.flops_per_s, ("f64", one.speed))) for one in (strong, quick))
+    return cluster(*both, link=Link(1e-6, 2e10))
 
 
 def names_in(program: Program) -> set[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lopsided.capturing.capture_graph import capture
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Link
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.ir.dtypes import TOLERANCE, in_float64
 from lopsided.ir.graph import Graph, Leaf, Node
@@ -36,6 +36,7 @@ from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare
+from tests.support import clusters
 from tests.support.schedules import Flat, lay_out
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -86,8 +87,8 @@ def slow(cluster: Cluster, speed: float = 1e-2) -> Cluster:
 
 def ring(devices: int, flops_per_s: float) -> Cluster:
     """Devices alike with memory so fast that only products count, and links without latency."""
-    kind = Kind("gpu", "box", 1, devices, (("f32", flops_per_s),), 1e15, 2**40, 0.0)
-    return Cluster("ring", "", (kind,), Link(1e-12, 1e9), Link(1e-12, 1e9))
+    alike = clusters.kind("gpu", count=devices, speed=flops_per_s, bytes_per_s=1e15, memory=2**40, launch_s=0.0)
+    return clusters.cluster(alike, link=Link(1e-12, 1e9), name="ring")
 
 
 def with_memory(cluster: Cluster, size: int) -> Cluster:

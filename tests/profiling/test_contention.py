@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lopsided.capturing.capture_graph import capture
-from lopsided.cluster.cluster import Cluster
-from lopsided.cluster.devices import Kind, Link
+from lopsided.cluster.devices import Link
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.graph import Graph
 from lopsided.models import zoo
@@ -26,6 +25,7 @@ from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.op_times import OpJob, Speeds, choose_jobs
 from lopsided.profiling.overlap import arranged, contention_of, measure_contention, shared_chips
 from lopsided.profiling.topology import council_of
+from tests.support import clusters
 
 CPU = torch.device("cpu")
 SPEEDS = Speeds((("f32", 1e10),), 1e9, 1e-5)
@@ -106,8 +106,8 @@ def turn_taken(gpus: tuple[str, ...], what: Rehearsal | None) -> tuple[float, fl
 
 def test_those_of_one_gpu_rehearse_in_turn_and_others_at_the_same_time(crews: Callable[[int], WorkerPool]) -> None:
     graph = small_graph()
-    kinds = (Kind("k", "box", 1, 2, (("f32", 1e9),), 1e9, 2**33, 0.0),)
-    what = _laid_out(derive_rules(graph), Cluster("made up", "", kinds, Link(1e-6, 1e9), Link(1e-6, 1e9)))
+    alike = clusters.kind(count=2, speed=1e9, bytes_per_s=1e9, launch_s=0.0)
+    what = _laid_out(derive_rules(graph), clusters.cluster(alike, link=Link(1e-6, 1e9)))
     assert what is not None
     told = crews(3).run(turn_taken, ("0", "1", "0"), what)
     assert [taken for taken, _, _ in told] == [2.0, 0.0, 2.0]  # who has a GPU to itself has nobody to be crowded by

@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Algorithm, Network
-from lopsided.cluster.devices import Kind, Link
+from lopsided.cluster.devices import Link
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.profiling import links
 from lopsided.profiling.links import ControlGroup, Fit, LinkSample, Talkers, fit_ways, fitted, line_through
 from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.overlap import measure_beside
+from tests.support import clusters
 
 CPU = torch.device("cpu")
 
@@ -56,8 +56,8 @@ def test_latency_bytes_and_skew_are_found(skew: float) -> None:
 
 
 def _way(fit: Fit) -> Algorithm:
-    kind = Kind("cpu", "box", 1, 4, (("f32", 1e9),), 1e9, 2**30, 1e-6)
-    cluster = Cluster("c", "", (kind,), Link(1e-4, 1e9), Link(1e-4, 1e9), ((fit.collective, fit.way, fit.link),))
+    measured = ((fit.collective, fit.way, fit.link),)
+    cluster = clusters.cluster(clusters.kind(count=4), link=Link(1e-4, 1e9), collectives=measured)
     return next(way for way in Network(cluster).ways(fit.collective) if way.implementation == fit.way)
 
 
@@ -79,8 +79,7 @@ def test_points_that_shook_count_less() -> None:
 
 def talkers() -> Talkers:
     group = dist.group.WORLD
-    kind = Kind("cpu", "box", 1, dist.get_world_size(), (("f32", 1e9),), 1e9, 2**30, 1e-6)
-    cluster = Cluster("c", "", (kind,), Link(1e-4, 1e9), Link(1e-4, 1e9))
+    cluster = clusters.cluster(clusters.kind(count=dist.get_world_size()), link=Link(1e-4, 1e9))
     assert group is not None
     return Talkers(
         Communicator(group, CPU, Network(cluster)), ControlGroup(group), BackgroundLoad(CPU), CPU, torch.float32

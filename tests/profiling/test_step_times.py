@@ -18,7 +18,7 @@ from lopsided.calibration.comparison import expected_calls
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
-from lopsided.cluster.devices import Kind, Link, Measured
+from lopsided.cluster.devices import Link, Measured
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.echo import LoneCommunicator
 from lopsided.comm.redistribute import Redistributor
@@ -42,6 +42,7 @@ from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.measure import take_measurement
 from lopsided.profiling.op_times import Speeds, choose_jobs, distinct_calls, probe_calls
 from lopsided.schedule.schedule import BUCKET_BYTES
+from tests.support import clusters
 
 CPU = torch.device("cpu")
 SIZES: dict[str, dict[str, int]] = {
@@ -64,9 +65,9 @@ def measured(graph: Graph, *, call_s: float = 1e-3, overhead_s: float = 0.0, mem
     for number, name in enumerate(("fast", "slow")):
         points = ((0.5, call_s * (number + 1) / 2), (1.0, call_s * (number + 1)))
         table = tuple(Measured(one.text, points, points) for one in distinct_calls([graph]))
-        flops = (("f32", 1e10 / (number + 1)),)
-        kinds.append(Kind(name, "box", 1, 1, flops, 1e10, memory, 0.0, "", table, 0.0, overhead_s))
-    return Cluster("measured", "", tuple(kinds), Link(0.0, 1e12), Link(0.0, 1e12))
+        figures = {"speed": 1e10 / (number + 1), "bytes_per_s": 1e10, "memory": memory, "launch_s": 0.0}
+        kinds.append(clusters.kind(name, **figures, measured=table, overhead_s=overhead_s))
+    return clusters.cluster(*kinds, link=Link(0.0, 1e12))
 
 
 # A wire to nobody

@@ -13,7 +13,7 @@ import torch
 from lopsided.calibration.comparison import computing_s
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
-from lopsided.cluster.devices import Kind, Link
+from lopsided.cluster.devices import Link
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError, PlanError
 from lopsided.ir.graph import Graph
@@ -23,6 +23,7 @@ from lopsided.planner.planner import plan_graph, plan_rivals
 from lopsided.runtime import autotune as room
 from lopsided.runtime.autotune import TriedPlan, chosen_by, quickest
 from lopsided.runtime.parallel import parallelize
+from tests.support import clusters
 
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "width": 32, "heads": 4, "seq": 10, "vocab": 61, "batch": 8, "dropout": 0}
@@ -36,10 +37,8 @@ def graph_of() -> Graph:
 
 def cluster_of(devices: int = 2, link: Link = FAST_LINK) -> Cluster:
     """Devices of one host, the first the fastest."""
-    kinds = tuple(
-        Kind(f"cpu{number}", "box", 1, 1, (("f32", 1e9 / (number + 1)),), 1e9, 2**34, 0.0) for number in range(devices)
-    )
-    return Cluster("made up", "", kinds, link, link)
+    speeds = (1e9 / (number + 1) for number in range(devices))
+    return clusters.cluster(*clusters.kinds(*speeds, name="cpu", bytes_per_s=1e9, launch_s=0.0), link=link)
 
 
 @cache

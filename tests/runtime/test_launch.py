@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from lopsided.capturing.capture_graph import capture
-from lopsided.cluster.cluster import Cluster, Link
 from lopsided.ir.placement import Shares
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_file import save_plan
 from lopsided.runtime.launch import MODULE
+from tests.support import clusters
 from tests.support.jobs import cluster_of, plan_of, prices_of
 
 SPEC = "gpt2:layers=1,width=16,heads=2,seq=6,vocab=31,dropout=0,batch=6"
@@ -92,7 +92,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_plan(plan, folder / "one.json")
     kind = cluster_of(1).kinds[0]
     kinds = tuple(replace(kind, node=node, count=count) for node, count in (("big", 2), ("small", 1)))
-    two = Cluster("two", "", kinds, Link(1e-5, 1e9), Link(1e-4, 1e9))
+    two = clusters.cluster(*kinds)
     save_plan(replace(plan, cluster=two, on=two), folder / "two.json")
     return folder
 

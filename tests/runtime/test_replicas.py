@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.cluster.collectives import Network
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.worker_pool import WorkerPool
@@ -23,6 +22,7 @@ from lopsided.ir.placement import I, S
 from lopsided.runtime import replicas
 from lopsided.runtime.pieces import Piece
 from lopsided.runtime.replicas import DriftWarning, check, compare_replicas, digest, repair
+from tests.support import clusters
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
@@ -111,11 +111,9 @@ class Fake(nn.Module):
             )
             for name, parameter in self.named_parameters()
         }
-        kind = Kind("cpu", "box", 1, size, (("f32", 1e9),), 1e9, 2**30, 0.0)
-        link = Link(1e-5, 1e9)
         group = dist.group.WORLD
         assert group is not None
-        network = Network(Cluster("box", "", (kind,), link, link))
+        network = Network(clusters.cluster(clusters.kind(count=size)))
         self.__dict__["wire"] = Communicator(group, torch.device("cpu"), network, timeout_s=60)
 
 

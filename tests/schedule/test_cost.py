@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, Placement, R, S, Shares
 from lopsided.models import by_name as models
 from lopsided.models import zoo
-from lopsided.ops.derive import derive_rules
 from lopsided.ops.op import Call
 from lopsided.schedule.cost import (
     FREE,
@@ -36,6 +36,8 @@ from lopsided.schedule.cost import (
     transfer_s,
 )
 from lopsided.schedule.flops import call_text
+from tests.support import clusters
+from tests.support.jobs import book_of
 
 BATCH, WIDE, NARROW = 8, 10, 6
 
@@ -55,12 +57,12 @@ def graph() -> Graph:
     return lopsided.capture(Block(), {"x": torch.randn(BATCH, NARROW), "y": torch.randn(BATCH // 2, 2, NARROW)})
 
 
-def kind(flops: float = 1e3, bytes_per_s: float = 1e18, launch_s: float = 0.5, count: int = 2, **more: object) -> Kind:
-    return Kind("gpu", "box", 1, count, (("f32", flops),), bytes_per_s, 2**30, launch_s, **more)  # type: ignore[arg-type]
+def kind(flops: float = 1e3, bytes_per_s: float = 1e18, launch_s: float = 0.5, count: int = 2, **more: Any) -> Kind:
+    return clusters.kind(count=count, speed=flops, bytes_per_s=bytes_per_s, memory=2**30, launch_s=launch_s, **more)
 
 
 def cluster(*kinds: Kind) -> Cluster:
-    return Cluster("test", "", kinds or (kind(),), Link(1e-3, 1e9), Link(1e-3, 1e9))
+    return clusters.cluster(*kinds or (kind(),), link=Link(1e-3, 1e9))
 
 
 def node_of(graph: Graph, name: str) -> Node:
@@ -153,8 +155,7 @@ def test_repeated_layers_are_priced_once() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "vgg19", "gpt2", "bert-moe"])
 def test_every_rule_of_a_model_has_a_price(name: str) -> None:
-    model, batch = models.load(zoo.SMALL[name])
-    book = derive_rules(lopsided.capture(model, batch))
+    book = book_of(zoo.SMALL[name])
     costs = priced(book.graph, cluster(kind(), kind(3e3)))
     for node in book.graph.nodes:
         for rule in book.rules[node.name]:
@@ -190,8 +191,7 @@ def test_only_factors_are_gathered(graph: Graph) -> None:
 
 
 def test_talking_rules_send_what_their_implementation_asks() -> None:
-    model, batch = models.load(zoo.SMALL["mlp"])
-    book = derive_rules(lopsided.capture(model, batch))
+    book = book_of(zoo.SMALL["mlp"])
     loss = book.graph.nodes[-1]
     rule = next(rule for rule in book.rules[loss.name] if rule.how == "vocabulary")
     cost = priced(book.graph, cluster()).op(loss, rule)

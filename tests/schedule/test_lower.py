@@ -13,31 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lopsided
-from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.ir.graph import Graph
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, R, S
 from lopsided.ir.program import Program, parse_program
 from lopsided.ir.rule_book import RuleBook
-from lopsided.models import by_name as models
 from lopsided.models import zoo
-from lopsided.ops.derive import derive_rules
 from lopsided.schedule.cost import FREE, Costs, Transfer, conversion, optimizer_named
 from lopsided.schedule.pricing import Computed
 from lopsided.schedule.schedule import Redistribute, transposed
 from lopsided.verification.random_programs import random_program
 from tests.support import ROOT
+from tests.support.clusters import cluster, kind
+from tests.support.jobs import book_of
 from tests.support.models import ByHand, example
 from tests.support.schedules import Flat, lay_out
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "02_write_a_program.py"))
-CLUSTER = Cluster(
-    "two",
-    "",
-    (Kind("gpu", "box", 1, 2, (("f32", 1e12),), 1e11, 2**30, 1e-5),),
-    Link(1e-5, 1e9),
-    Link(1e-5, 1e9),
-)
+CLUSTER = cluster(kind(count=2))
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +151,7 @@ def test_buffers_and_fixed_values() -> None:
 
 @pytest.fixture(scope="module", params=["mlp", "gpt2", "resnet50"])
 def book(request: pytest.FixtureRequest) -> RuleBook:
-    model, batch = models.load(zoo.SMALL[request.param])
-    return derive_rules(lopsided.capture(model, batch))
+    return book_of(zoo.SMALL[request.param])
 
 
 @given(seed=st.integers(0, 10**6))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lopsided
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph
 from lopsided.ir.notation import Rule
@@ -21,7 +21,6 @@ from lopsided.ir.program import Program, parse_program
 from lopsided.ir.rule_book import RuleBook
 from lopsided.models import by_name as models
 from lopsided.models import zoo
-from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import stored_cut
 from lopsided.schedule.cost import Scale, optimizer_named
 from lopsided.schedule.memory import (
@@ -34,7 +33,8 @@ from lopsided.schedule.memory import (
     stored,
 )
 from lopsided.verification.random_programs import random_program, random_shares
-from tests.support import ROOT
+from tests.support import ROOT, clusters
+from tests.support.jobs import book_of
 from tests.support.models import ByHand, example
 from tests.support.schedules import held_by
 
@@ -44,8 +44,7 @@ BATCH, NARROW, WIDE = 8, 6, 10
 
 
 def cluster(*counts: int, memory: int = 2**30) -> Cluster:
-    kinds = [Kind(f"k{n}", "box", 1, count, (("f32", 1e12),), 1e11, memory, 1e-5) for n, count in enumerate(counts)]
-    return Cluster("test", "", tuple(kinds), Link(1e-5, 1e9), Link(1e-5, 1e9))
+    return clusters.cluster(*(clusters.kind(f"k{n}", count=count, memory=memory) for n, count in enumerate(counts)))
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +258,7 @@ def test_working_memory_is_that_of_the_largest_step(graph: Graph) -> None:
 
 @pytest.fixture(scope="module", params=["mlp", "gpt2"])
 def book(request: pytest.FixtureRequest) -> RuleBook:
-    model, batch = models.load(zoo.SMALL[request.param])
-    return derive_rules(lopsided.capture(model, batch))
+    return book_of(zoo.SMALL[request.param])
 
 
 def memory(program: Program, scale: Scale, **options: bool) -> tuple[int, ...]:

@@ -14,19 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lopsided
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Link
 from lopsided.cluster.collectives import Network
 from lopsided.ir.graph import Graph
 from lopsided.ir.program import parse_program
 from lopsided.ir.rule_book import RuleBook
-from lopsided.models import by_name as models
 from lopsided.models import zoo
-from lopsided.ops.derive import derive_rules
 from lopsided.schedule.cost import Affine, Costs, Scale, Transfer, optimizer_named, transfer_s
 from lopsided.schedule.schedule import BUCKET_BYTES
 from lopsided.schedule.timeline import NETWORK, Timeline, run
 from lopsided.verification.random_programs import random_program, random_shares
-from tests.support import ROOT
+from tests.support import ROOT, clusters
+from tests.support.jobs import book_of
 from tests.support.schedules import ByHand, Flat, Work, lay_out, schedule_of
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "02_write_a_program.py"))
@@ -35,11 +34,9 @@ NO_TIME = Link(0.0, 1e18)
 
 def two(link: Link = NO_TIME, speeds: tuple[float, float] = (2e9, 1e9)) -> Cluster:
     """A fast and a slow device in one box; an all-reduce of b bytes takes 2 · latency + b / bytes_per_s."""
-    kinds = (
-        Kind(name, "box", 1, 1, (("f32", flops),), 1e18, 2**30, 0.0)
-        for name, flops in zip(("fast", "slow"), speeds, strict=True)
-    )
-    return Cluster("two", "", tuple(kinds), link, link)
+    figures = {"bytes_per_s": 1e18, "memory": 2**30, "launch_s": 0.0}
+    kinds = (clusters.kind(name, speed=speed, **figures) for name, speed in zip(("fast", "slow"), speeds, strict=True))
+    return clusters.cluster(*kinds, link=link)
 
 
 ONE_A_BYTE = two(Link(0.5, 1.0))  # seconds
@@ -292,8 +289,7 @@ def test_data_parallelism_sends_parameters_once(graph: Graph) -> None:
 
 @pytest.fixture(scope="module", params=["mlp", "bert"])
 def book(request: pytest.FixtureRequest) -> RuleBook:
-    model, batch = models.load(zoo.SMALL[request.param])
-    return derive_rules(lopsided.capture(model, batch))
+    return book_of(zoo.SMALL[request.param])
 
 
 @given(

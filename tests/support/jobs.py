@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lopsided.capturing.capture_graph import capture
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Link
 from lopsided.comm.world import meet
 from lopsided.ir.graph import Graph
 from lopsided.ir.graph_text import parse_graph
@@ -29,6 +29,7 @@ from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.verification.random_programs import random_program
 from lopsided.verification.sameness import Sameness, compare_step, compare_training
+from tests.support.clusters import cluster, kind, kinds
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,9 @@ class Run:
 
 def cluster_of(devices: int, speeds: Sequence[float] = ()) -> Cluster:
     """Devices alike, or one kind for each speed."""
-    alike = [("cpu", devices, 1e10)]
-    kinds = [(f"cpu-{k}", 1, speed) for k, speed in enumerate(speeds)] or alike
-    made = tuple(Kind(name, "box", 1, count, (("f32", speed),), 1e10, 2**34, 1e-9) for name, count, speed in kinds)
-    return Cluster("box", "", made, Link(1e-7, 1e12), Link(1e-7, 1e12))
+    figures = {"bytes_per_s": 1e10, "launch_s": 1e-9}
+    made = kinds(*speeds, name="cpu-", **figures) or (kind("cpu", count=devices, speed=1e10, **figures),)
+    return cluster(*made, link=Link(1e-7, 1e12), name="box")
 
 
 def plan_of(program: Program, shares: Shares, *, regather: bool = False) -> Plan:

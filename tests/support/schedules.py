@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Link
 from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.ir.placement import I, R, Shares
 from lopsided.ir.program import Program
@@ -29,6 +29,7 @@ from lopsided.schedule.schedule import (
     Update,
     transfers_of,
 )
+from tests.support.clusters import cluster, kind
 
 GB = 10**9
 ROWS: Cut = ("", 10_000)
@@ -38,11 +39,10 @@ GROUPED = Algorithm("any", "grouped", 1e-3, 1e-9, 0.0)
 
 def cluster_of(*counts: int, memory: Sequence[int] = ()) -> Cluster:
     """Kinds of so many devices, each kind in a node of its own."""
-    kinds = tuple(
-        Kind(f"kind{k}", f"box{k}", 1, count, (("f32", 1e12),), 1e12, memory[k] if memory else 100 * GB, 1e-6)
-        for k, count in enumerate(counts)
-    )
-    return Cluster("made-up", "", kinds, Link(1e-6, 1e10), Link(1e-5, 1e9))
+    sizes = memory or (100 * GB,) * len(counts)
+    figures = {"speed": 1e12, "bytes_per_s": 1e12, "launch_s": 1e-6}
+    kinds = (kind(f"kind{k}", f"box{k}", 1, count, memory=sizes[k], **figures) for k, count in enumerate(counts))
+    return cluster(*kinds, within=Link(1e-6, 1e10), between=Link(1e-5, 1e9))
 
 
 @dataclass(frozen=True)

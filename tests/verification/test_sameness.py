@@ -25,6 +25,7 @@ def assert_same(crew: WorkerPool, runs: list[Run]) -> None:
             assert error < 1e-9, f"rank {rank}: {where} is {error:g} off\n{run.program}"
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("size", SHARES)
 @pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
 def test_a_step_is_that_of_one_device(crews: Callable[[int], WorkerPool], spec: str, size: int) -> None:
@@ -35,6 +36,7 @@ def test_a_step_is_that_of_one_device(crews: Callable[[int], WorkerPool], spec: 
 TRAININGS = ["dp", "planned", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero-again", "random"))]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
 def test_a_training_is_that_of_one_device(crews: Callable[[int], WorkerPool], spec: str, name: str) -> None:

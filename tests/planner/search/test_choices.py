@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lopsided.capturing.capture_graph import capture
 from lopsided.errors import ProgramError
 from lopsided.ir.graph import Graph, Leaf, Node, Ref, Value
 from lopsided.ir.notation import Rule
@@ -20,12 +18,11 @@ from lopsided.ir.placement import I, P, Placement, R, S
 from lopsided.ir.program import Program, check_program
 from lopsided.ir.rule_book import RuleBook
 from lopsided.models import zoo
-from lopsided.models.by_name import load
-from lopsided.ops.derive import derive_rules
 from lopsided.planner.search import search
 from lopsided.planner.search.choices import choices
 from lopsided.planner.search.copies import Trees
 from lopsided.planner.search.copies import price_of as price_of_value
+from tests.support.jobs import book_of
 
 PLACEMENTS = (I, R, P, S(0), S(1))
 
@@ -273,30 +270,20 @@ class NoWayBack(RandomPrices):
         return math.inf
 
 
-@pytest.fixture(scope="module")
-def captured() -> Mapping[str, RuleBook]:
-    return dict(_captured())
-
-
-def _captured() -> Iterator[tuple[str, RuleBook]]:
-    for name in ("gpt2", "t5", "resnet50", "bert-moe"):
-        yield name, derive_rules(capture(*load(zoo.SMALL[name])))
-
-
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet50", "bert-moe"])
-def test_real_models_are_solved_to_the_end(captured: Mapping[str, RuleBook], name: str) -> None:
-    prices = RandomPrices(3, cheap=True)
-    found = search(captured[name], prices)
+def test_real_models_are_solved_to_the_end(name: str) -> None:
+    book, prices = book_of(zoo.SMALL[name]), RandomPrices(3, cheap=True)
+    found = search(book, prices)
     assert found.why == "proven"
     assert found.gap == 0
-    assert search(captured[name], prices, remember=False).cost_s == pytest.approx(found.cost_s)
-    check_program(found.program, captured[name])
+    assert search(book, prices, remember=False).cost_s == pytest.approx(found.cost_s)
+    check_program(found.program, book)
 
 
-def test_out_of_time_a_legal_program_is_returned_with_its_gap(captured: Mapping[str, RuleBook]) -> None:
-    prices = RandomPrices(3, cheap=True)
-    hurried = search(captured["t5"], prices, reduce=False, time_limit_s=0.0)
+def test_out_of_time_a_legal_program_is_returned_with_its_gap() -> None:
+    book, prices = book_of(zoo.SMALL["t5"]), RandomPrices(3, cheap=True)
+    hurried = search(book, prices, reduce=False, time_limit_s=0.0)
     assert hurried.why == "time limit"
     assert hurried.gap > 0
-    check_program(hurried.program, captured["t5"])
-    assert hurried.bound_s <= search(captured["t5"], prices).cost_s <= hurried.cost_s
+    check_program(hurried.program, book)
+    assert hurried.bound_s <= search(book, prices).cost_s <= hurried.cost_s
