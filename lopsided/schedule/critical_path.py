@@ -139,10 +139,10 @@ class Message:
         return network.best(self.collective, self.size, self.largest(sizes))
 
 
-def _message(transfers: Sequence[Transfer]) -> Message:
+def _message(transfers: Sequence[Transfer], devices: int) -> Message:
     parts: dict[tuple[Cut, ...], int] = {}
     for transfer in transfers:
-        parts[transfer.cuts] = parts.get(transfer.cuts, 0) + transfer.whole_bytes
+        parts[transfer.cuts] = parts.get(transfer.cuts, 0) + transfer.bytes_among(devices)
     return Message(transfers[0].collective, tuple(sorted(parts.items())))
 
 
@@ -186,7 +186,7 @@ class FoldedStep:
         self.events.append((manner, number))
 
     def _send(self, manner: str, transfers: Sequence[Transfer]) -> None:
-        message = _message(transfers)
+        message = _message(transfers, self._network.cluster.devices)
         self._add(manner, self._messages.setdefault(message, len(self._messages)))
         if manner == _SEND and any(self._slowdowns):
             # In equal pieces: handling bytes takes what it takes, however unequal they are.

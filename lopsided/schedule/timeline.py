@@ -234,7 +234,8 @@ class _Lanes:
 
     def block(self, name: str, transfer: Transfer) -> None:
         largest = self.scale.largest(transfer.cuts)
-        self.stand_for(name, transfer.what, transfer.collective, transfer.whole_bytes, largest)
+        size = transfer.bytes_among(self.scale.cluster.devices)
+        self.stand_for(name, transfer.what, transfer.collective, size, largest)
 
     def stand_for(self, name: str, what: str, collective: str, size: int, largest: float) -> None:
         """All wait for all, and then for what is sent."""
