@@ -37,8 +37,9 @@ from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.planner.baselines import data_parallel
 from lopsided.planner.candidates import Limits
+from lopsided.planner.pins import stores_of
 from lopsided.planner.plan_data import Plan
-from lopsided.planner.planner import plan_graph, stores_of
+from lopsided.planner.planner import plan_graph
 from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search import Found, search
 from lopsided.planner.search_cost import SharePrices

@@ -2,6 +2,9 @@
 
 In: a `Cluster`. Out: smaller ones. A slow device may cost more than it brings, and so may one with little memory or
 one behind a slow link.
+
+Of few kinds all subsets are parts. Of many, the quickest and those with most memory, in numbers that halve, and all
+but one, two, four, ...: their number grows with the logarithm of the number of kinds, and of devices of a kind.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from dataclasses import replace
 
 from lopsided.cluster.cluster import Cluster
 
-_FEW_KINDS = 3  # of devices: all their subsets are tried
+FEW_KINDS = 3
+"""Kinds of which all subsets are tried."""
 
 
 def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
@@ -32,9 +36,9 @@ def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
         if new(part := cluster.only(kinds)) and part.devices > 1:
             yield part
     fastest = cluster.only(order[:1])
-    while fastest.nodes > 1:
-        fastest = _fewer_nodes(fastest, fastest.nodes // 2)
-        if new(fastest) and fastest.devices > 1:
+    while fastest.devices > 2:
+        fastest = _half(fastest)
+        if new(fastest):
             yield fastest
     if cluster.nodes > 1:
         for alike in cluster.alike_nodes():
@@ -46,20 +50,27 @@ def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
 
 def _subsets(order: Sequence[int], by_memory: Sequence[int]) -> Iterator[Sequence[int]]:
     """Of few kinds all subsets; of many the fastest, and those with most memory. Large ones first."""
-    if len(order) <= _FEW_KINDS:
+    if len(order) <= FEW_KINDS:
         for size in range(len(order) - 1, 0, -1):
             yield from itertools.combinations(order, size)
+        return
+    powers = [2**k for k in range(len(order).bit_length())]
+    counts = {len(order) - power for power in powers} | {len(order) // power for power in powers[1:]}
+    for count in sorted((count for count in counts if count > 0), reverse=True):
+        yield order[:count]
+        yield by_memory[:count]
+
+
+def _half(cluster: Cluster) -> Cluster:
+    """Of a cluster of one kind the first half of its nodes, or of one node of its devices."""
+    (kind,) = cluster.kinds
+    if kind.nodes > 1:
+        left = kind.nodes // 2
+        fewer = replace(kind, node=kind.node if left > 1 else f"{kind.node}-1", nodes=left)
     else:
-        for count in range(len(order) - 1, 0, -1):
-            yield order[:count]
-            yield by_memory[:count]
-
-
-def _fewer_nodes(cluster: Cluster, nodes: int) -> Cluster:
-    """Of a cluster of one kind, the first so many nodes."""
-    while cluster.nodes > nodes:
-        cluster = cluster.without_node(cluster.node_names[-1])
-    return cluster
+        left = kind.count // 2
+        fewer = replace(kind.with_fewer(kind.count, left), count=left)
+    return cluster.smaller([fewer], "half of its devices")
 
 
 def _only_node(cluster: Cluster, name: str) -> Cluster:
@@ -68,15 +79,7 @@ def _only_node(cluster: Cluster, name: str) -> Cluster:
         names = [kind.node] if kind.nodes == 1 else [f"{kind.node}-{k}" for k in range(1, kind.nodes + 1)]
         if name in names:
             kinds.append(replace(kind, node=name, nodes=1))
-    return Cluster(
-        cluster.name,
-        cluster.about,
-        tuple(kinds),
-        cluster.within,
-        cluster.between,
-        stretch=cluster.stretch,
-        packing=cluster.packing,
-    )
+    return cluster.smaller(kinds, "all other nodes")
 
 
 def single_devices(cluster: Cluster) -> Iterator[Cluster]:

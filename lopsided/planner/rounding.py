@@ -15,8 +15,8 @@ all others stay as they are.
     the step    the cheapest of all these along the critical path, and the nearest      `Rounding.best`
                 units, then moves that shorten it                                       `Rounding._by_path`
 
-The price of one length is a guess: what hides costs the part that was exposed before rounding. The critical path decides,
-and the nearest units (largest remainder) take part, so the outcome is never worse than those.
+The price of one length is a guess: what hides costs the part that was exposed before rounding. The critical path
+decides, and the nearest units (largest remainder) take part, so the outcome is never worse than those.
 
 Of few kinds every pair exchanges units. Of many, those that are last in some leg give, and those that are first overall
 take (`_View.givers`, `_View.takers`): so many moves as a constant, each priced in a row of one array.
@@ -259,7 +259,8 @@ class _View:
             return None
 
         def by(moment: float) -> np.ndarray:
-            return np.minimum(most, np.maximum(0.0, np.floor((moment - at_zero) / per_unit)))
+            levels: np.ndarray = np.minimum(most, np.maximum(0.0, np.floor((moment - at_zero) / per_unit)))
+            return levels
 
         early, late = float(at_zero.min()), float((at_zero + per_unit * (self.length + 1)).max())
         for _ in range(_HALVINGS):
