@@ -19,20 +19,21 @@ FEW_KINDS = 3
 """Kinds of which all subsets are tried."""
 
 
-def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
-    """The cluster, and what may be faster than all of it: some of its kinds, half of the fastest, a node of several."""
-    seen = set()
+def parts(cluster: Cluster, dtype: str, *, by_memory: bool = True) -> Iterator[Cluster]:
+    """What may be faster than all of a cluster: some of its kinds, half of the fastest, a node of several.
+
+    Of many kinds also those with most memory, unless nobody is short of it.
+    """
+    seen = {cluster.fingerprint}
 
     def new(part: Cluster) -> bool:
         known = part.fingerprint in seen
         seen.add(part.fingerprint)
         return not known
 
-    if new(cluster):
-        yield cluster
     order = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].flops(dtype), k))
-    by_memory = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].memory_bytes, k))
-    for kinds in _subsets(order, by_memory):
+    roomiest = sorted(order, key=lambda k: -cluster.kinds[k].memory_bytes) if by_memory else order
+    for kinds in _subsets(order, roomiest):
         if new(part := cluster.only(kinds)) and part.devices > 1:
             yield part
     fastest = cluster.only(order[:1])
@@ -48,7 +49,7 @@ def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
                 yield part
 
 
-def _subsets(order: Sequence[int], by_memory: Sequence[int]) -> Iterator[Sequence[int]]:
+def _subsets(order: Sequence[int], roomiest: Sequence[int]) -> Iterator[Sequence[int]]:
     """Of few kinds all subsets; of many the fastest, and those with most memory. Large ones first."""
     if len(order) <= FEW_KINDS:
         for size in range(len(order) - 1, 0, -1):
@@ -58,7 +59,7 @@ def _subsets(order: Sequence[int], by_memory: Sequence[int]) -> Iterator[Sequenc
     counts = {len(order) - power for power in powers} | {len(order) // power for power in powers[1:]}
     for count in sorted((count for count in counts if count > 0), reverse=True):
         yield order[:count]
-        yield by_memory[:count]
+        yield roomiest[:count]
 
 
 def _half(cluster: Cluster) -> Cluster:

@@ -27,7 +27,8 @@ _ROUNDS = 2  # of search and balance in turn, after the first from a seed
 _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
 _HALVINGS = 3  # of what lies between them
 _ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
-_FAR = 1.3  # times the best step: a part whose first candidates take longer is left at that
+_FAR = 1.3  # times the best step: a part whose first candidate takes longer is left at that
+_CLOSE = 1.1  # times the best step: a part whose first seed led to more has no others
 
 Turns = dict[tuple[Shares, Hidden], Candidate]  # what a turn of search and balance came to, by what it began with
 
@@ -58,13 +59,13 @@ class PartSearch:
             self.pool.log.append(f"{shown} from {seed}: {', '.join(self._said)}")
             if number == 0 and self.on.devices > 1 and not self._is_far(best):
                 list(self.pool.plain_balanced(self.on, self.bucket_bytes))
-            if best is None or self.memory_price or self._is_far(best):
+            if best is None or self.memory_price or self._is_far(best, _CLOSE):
                 break
         self.pool.learned[self.on.fingerprint] = self.learned
 
-    def _is_far(self, candidate: Candidate | None) -> bool:
+    def _is_far(self, candidate: Candidate | None, times: float = _FAR) -> bool:
         best = self.pool.best
-        return candidate is not None and best is not None and candidate.step_s > _FAR * best.step_s
+        return candidate is not None and best is not None and candidate.step_s > times * best.step_s
 
     def _from_seed(self, name: str, shares: Shares) -> Candidate | None:
         best = self._first_turn(name, shares)
@@ -126,6 +127,9 @@ class PartSearch:
             return alone if alone.fits else None
         made, short = self._found(name, shares, hidden, self.memory_price, self.regather)
         if made.fits and (self.memory_price or not short):
+            return made
+        if self._is_far(made, _CLOSE):
+            # What fits takes longer than what does not.
             return made
         best = made if made.fits else None
         for regather in (False, True):

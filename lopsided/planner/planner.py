@@ -214,12 +214,14 @@ def _promising(pool: CandidatePool, cluster: Cluster) -> Iterator[Cluster]:
 
     Most devices of many kinds do as all of them do, and are left out where an estimate says so.
     """
+    yield cluster
+    best = pool.of_part.get(cluster.fingerprint)
+    short = best is None or pool.learned[cluster.fingerprint].memory_price > 0
     estimate: StepEstimate | None = None
-    for part in parts(cluster, pool.dtype):
+    for part in parts(cluster, pool.dtype, by_memory=short):
         if not pool.is_promising(part):
             continue
-        best = pool.of_part.get(cluster.fingerprint)
-        if best is not None and len(cluster.kinds) > FEW_KINDS and 2 * part.devices > cluster.devices > part.devices:
+        if best is not None and len(cluster.kinds) > FEW_KINDS and 2 * part.devices > cluster.devices:
             estimate = estimate or pool.estimate(best)
             all_s, part_s = (estimate.on(on, memory_limits(on)).step_s for on in (cluster, part))
             if best.step_s * part_s >= all_s * pool.chosen.step_s * BETTER:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -48,7 +48,7 @@ from lopsided.planner.candidates import (
 )
 from lopsided.planner.estimate import StepEstimate
 from lopsided.planner.search import Found, Progress, Tables, search
-from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, Saves, SharePrices
+from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, RulePrices, Saves, SharePrices
 from lopsided.planner.segments import found_segments
 from lopsided.schedule.cost import Costs, Optimizer, Scale
 from lopsided.schedule.critical_path import FoldedStep
@@ -63,6 +63,15 @@ _NEAR = 1.25  # times the best predicted step: what is further off is not worth 
 _CLOSE = 1.02  # times the best predicted step: what may still become the best
 _LEADERS = 2  # beside the best are looked at so
 _NO_WORK_S = 1e-12  # of an op that computes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class AtShares:
+    """What searches with the same shares on the same devices have in common."""
+
+    scale: Scale
+    rules: RulePrices = field(default_factory=dict)
+    conversions: Tables = field(default_factory=dict)
 
 
 class CandidatePool:
@@ -101,7 +110,7 @@ class CandidatePool:
         self._held: dict[tuple[int, bool, int], tuple[Program, tuple[Holding, ...]]] = {}
         self._working: dict[str, np.ndarray] = {}
         self._saved: Saves = {}
-        self._conversions: dict[tuple[str, Shares], Tables] = {}
+        self._at: dict[tuple[str, Shares], AtShares] = {}
 
     @property
     def chosen(self) -> Candidate:
@@ -249,7 +258,7 @@ class CandidatePool:
     def within(self, book: RuleBook, limits: Limits) -> CandidatePool:
         """This pool, searching another rule book of the same graph from now on."""
         self.book, self.limits = book, limits
-        self._conversions.clear()
+        self._at.clear()
         return self
 
     def plain_balanced(self, on: Cluster, bucket_bytes: int) -> Iterator[Candidate]:
@@ -273,15 +282,22 @@ class CandidatePool:
         regather: bool = False,
         allowed: Callable[[Node, Rule], bool] | None = None,
     ) -> Found:
+        at = self._at.setdefault((on.fingerprint, shares), AtShares(Scale(on, shares)))
         prices = SharePrices(
-            self.costs(on), Scale(on, shares), hidden=hidden, byte_s=byte_s, regather=regather, saves=self._saved
+            self.costs(on),
+            at.scale,
+            hidden=hidden,
+            byte_s=byte_s,
+            regather=regather,
+            saves=self._saved,
+            rules=at.rules,
         )
         found = search(
             self.book,
             prices,
             stores=self.limits.stores,
             allowed=self.limits.allowed if allowed is None else allowed,
-            conversions=self._conversions.setdefault((on.fingerprint, shares), {}),
+            conversions=at.conversions,
             time_limit_s=self.limits.left_s,
             progress=self.progress,
         )

@@ -124,13 +124,18 @@ class _Ladder:
     length: int
     counts: tuple[int, ...]
 
+    @property
+    def fewest(self) -> int:
+        """Units by which the levels of a kind grow at least."""
+        return min(self.counts)
+
     def units(self, levels: Sequence[int]) -> int:
         return sum(count * q for count, q in zip(self.counts, levels, strict=True))
 
     def trimmed(self, levels: Sequence[int]) -> Levels:
         """Without levels that are not needed: those of the largest kinds that can be spared go first."""
         spare = self.units(levels) - self.length
-        if spare < min(self.counts):
+        if spare < self.fewest:
             return tuple(levels)
         kept = list(levels)
         for k in sorted(range(len(kept)), key=lambda k: (-self.counts[k], k)):
@@ -149,17 +154,20 @@ class _Ladder:
 
     def moves(self, levels: Levels, givers: Sequence[int], takers: Sequence[int]) -> Iterator[Levels]:
         """From each giver to each taker, in small steps and large ones."""
+        spare = self.units(levels) - self.length
         for source in (k for k in givers if levels[k]):
             for step in sorted({1, levels[source] // 8 or 1, levels[source]}):
                 for to in takers:
                     if to != source:
-                        yield self._moved(levels, source, to, step)
+                        yield self._moved(levels, source, to, step, spare)
 
-    def _moved(self, levels: Levels, source: int, to: int, step: int) -> Levels:
+    def _moved(self, levels: Levels, source: int, to: int, step: int, spare: int) -> Levels:
+        missing = step * self.counts[source] - spare
+        more = max(0, -(-missing // self.counts[to]))
         moved = list(levels)
         moved[source] -= step
-        moved[to] += max(0, -(-(self.length - self.units(moved)) // self.counts[to]))
-        return self.trimmed(moved)
+        moved[to] += more
+        return self.trimmed(moved) if more * self.counts[to] - missing >= self.fewest else tuple(moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +314,6 @@ class Rounding:
         self.messages = [(load.messages[number], weight) for number, weight in weights.items()]
         self.cuts = sorted(cut for cut in load.cuts() | set(memory.cut) if cut[1])
         self.by_weight = self._by_weight()
-        ends = sum((times * np.array(segment.at(point)) for segment, times in self.legs), np.zeros(len(point.counts)))
-        self.quickest = [int(k) for k in np.argsort(ends, kind="stable")[:_FEW_KINDS]]
         counts = point.counts
         self.near = Units(tuple((cut, nearest(cut[1], point.of(cut[0]), counts)) for cut in self.cuts), counts)
 
@@ -328,8 +334,9 @@ class Rounding:
         """The nearest units, or something better; without `polish`, sooner."""
         legs = self._by_legs(self.near)
         starts = [self.near, legs]
-        starts += [self.near.with_cut(cut, legs.totals[cut]) for cut in self.cuts]
-        if polish:
+        few = len(self.near.counts) <= _FEW_KINDS
+        starts += [self.near.with_cut(cut, legs.totals[cut]) for cut in (self.cuts if few else self.by_weight[:1])]
+        if polish and few:
             starts += [self._by_legs(alone) for alone in self._one_kind_alone()]
         prices = {start: self.price(start) for start in starts}
         units = min(prices, key=prices.__getitem__)
@@ -340,7 +347,7 @@ class Rounding:
         counts = self.near.counts
         for cut in self.cuts:
             if cut[1] < _FEW * sum(counts):
-                for k in self.quickest:
+                for k in range(len(counts)):
                     yield self.near.with_cut(cut, tuple(cut[1] if k == other else 0 for other in range(len(counts))))
 
     def _by_legs(self, units: Units) -> Units:

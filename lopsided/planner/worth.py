@@ -52,6 +52,7 @@ class _Without:
     def __init__(self, pool: CandidatePool, cluster: Cluster) -> None:
         self.pool, self.cluster, self.best = pool, cluster, pool.chosen
         self.names = {*self.best.on.device_names, *self.best.on.node_names}
+        self._made: dict[str, Candidate | None] = {}
         self.learned = pool.learned.get(self.best.on.fingerprint, Learned(bucket_bytes=self.best.bucket_bytes))
 
     def each(self, groups: Sequence[Sequence[str]], shrink: Shrink) -> dict[str, float]:
@@ -85,10 +86,14 @@ class _Without:
         return min((one.step_s for one in made if one is not None and one.fits), default=math.inf)
 
     def _rebalanced(self, part: Cluster) -> Candidate | None:
-        best, shares = self.best, self.pool.by_speed(part)
-        return self.pool.balanced(
-            "without", part, best.program, shares, best.regather, best.found, bucket_bytes=best.bucket_bytes
-        )
+        """The best program on what is left. A node of one device is taken away once."""
+        key, best = part.fingerprint, self.best
+        if key not in self._made:
+            shares, how = self.pool.by_speed(part), (best.regather, best.found)
+            self._made[key] = self.pool.balanced(
+                "without", part, best.program, shares, *how, bucket_bytes=best.bucket_bytes
+            )
+        return self._made[key]
 
     def _estimated(self, groups: Sequence[Sequence[str]], shrink: Shrink) -> list[float]:
         """The same by estimates, from the step of the best plan."""
