@@ -4,7 +4,8 @@ In: a `Cluster`. Out: smaller ones. A slow device may cost more than it brings, 
 one behind a slow link.
 
 Of few kinds all subsets are parts. Of many, the quickest and those with most memory, in numbers that halve, and all
-but one, two, four, ...: their number grows with the logarithm of the number of kinds, and of devices of a kind.
+but one, two, four, ...: their number grows with the logarithm of the number of kinds. Of one kind there are a handful,
+however many devices it has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from lopsided.cluster.cluster import Cluster
 
 FEW_KINDS = 3
 """Kinds of which all subsets are tried."""
+
+_SIZES = 6
+"""Into so many sizes, halves unless there are too many of these, a kind is cut at the most."""
 
 
 def parts(cluster: Cluster, dtype: str, *, by_memory: bool = True) -> Iterator[Cluster]:
@@ -36,11 +40,9 @@ def parts(cluster: Cluster, dtype: str, *, by_memory: bool = True) -> Iterator[C
     for kinds in _subsets(order, roomiest):
         if new(part := cluster.only(kinds)) and part.devices > 1:
             yield part
-    fastest = cluster.only(order[:1])
-    while fastest.devices > 2:
-        fastest = _half(fastest)
-        if new(fastest):
-            yield fastest
+    for part in _fewer_of_a_kind(cluster.only(order[:1])):
+        if new(part):
+            yield part
     if cluster.nodes > 1:
         for alike in cluster.alike_nodes():
             # Nodes of one kind are among the halves of the fastest, or slower than those.
@@ -62,16 +64,26 @@ def _subsets(order: Sequence[int], roomiest: Sequence[int]) -> Iterator[Sequence
         yield roomiest[:count]
 
 
-def _half(cluster: Cluster) -> Cluster:
-    """Of a cluster of one kind the first half of its nodes, or of one node of its devices."""
+def _fewer_of_a_kind(cluster: Cluster) -> Iterator[Cluster]:
+    """Of a cluster of one kind fewer and fewer of its nodes, then of the devices of one node; two at the least."""
     (kind,) = cluster.kinds
-    if kind.nodes > 1:
-        left = kind.nodes // 2
-        fewer = replace(kind, node=kind.node if left > 1 else f"{kind.node}-1", nodes=left)
-    else:
-        left = kind.count // 2
-        fewer = replace(kind.with_fewer(kind.count, left), count=left)
-    return cluster.smaller([fewer], "half of its devices")
+    for nodes in _sizes(kind.nodes):
+        fewer = replace(kind, node=kind.node if nodes > 1 else f"{kind.node}-1", nodes=nodes)
+        if fewer.devices > 1:
+            yield cluster.smaller([fewer], "some of its nodes")
+    node = kind.node if kind.nodes == 1 else f"{kind.node}-1"
+    for count in _sizes(kind.count):
+        if count > 1:
+            fewer = replace(kind.with_fewer(kind.count, count), node=node, nodes=1, count=count)
+            yield cluster.smaller([fewer], "some of its devices")
+
+
+def _sizes(size: int) -> Iterator[int]:
+    """Smaller and smaller sizes, down to one."""
+    ratio = max(2.0, size ** (1 / _SIZES))
+    while size > 1:
+        size = max(int(size / ratio), 1)
+        yield size
 
 
 def _only_node(cluster: Cluster, name: str) -> Cluster:

@@ -58,7 +58,7 @@ class PartSearch:
             best = self._from_seed(f"from {seed}", shares)
             self.pool.log.append(f"{shown} from {seed}: {', '.join(self._said)}")
             if number == 0 and self.on.devices > 1 and not self._is_far(best):
-                list(self.pool.plain_balanced(self.on, self.bucket_bytes))
+                list(self.pool.plain_balanced(self.on))
             if best is None or self.memory_price or self._is_far(best, _CLOSE):
                 break
         self.pool.learned[self.on.fingerprint] = self.learned

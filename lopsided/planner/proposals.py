@@ -242,7 +242,7 @@ class CandidatePool:
         """The best of other sorts than the best, the quickest first: those whose step is predicted to be near it."""
         for part in on:
             if part.devices > 1:
-                list(self.plain_balanced(part, self.learned.get(part.fingerprint, Learned()).bucket_bytes))
+                list(self.plain_balanced(part))
         best = self.chosen
         others = [one for sort, one in self.of_sort.items() if sort != best.sort and one.step_s < _NEAR * best.step_s]
         return sorted(others, key=lambda one: one.step_s)[:most]
@@ -261,13 +261,14 @@ class CandidatePool:
         self._at.clear()
         return self
 
-    def plain_balanced(self, on: Cluster, bucket_bytes: int) -> Iterator[Candidate]:
-        """Data parallelism and ZeRO with the best shares for them."""
+    def plain_balanced(self, on: Cluster) -> Iterator[Candidate]:
+        """Data parallelism and ZeRO with the best shares for them, each sent in what suits it best."""
         made: Candidate | None = None
         for name, program, regather in self.plain:
             if regather and made is not None:
                 # Gathering again takes longer and is for those who have to.
                 continue
+            bucket_bytes = self.bucket_for(self.judge(name, on, program, self.by_speed(on), regather))
             made = self.balanced(name, on, program, self.by_speed(on), regather, bucket_bytes=bucket_bytes)
             if made is not None:
                 yield made

@@ -82,7 +82,7 @@ class _Without:
             search = PartSearch(self.pool, part, self.learned)
             made += [search.fitting("without", shares, search.hidden or NOTHING_HIDDEN), self._rebalanced(part)]
             if made[-1] is None:
-                made += self.pool.plain_balanced(part, search.bucket_bytes)
+                made += self.pool.plain_balanced(part)
         return min((one.step_s for one in made if one is not None and one.fits), default=math.inf)
 
     def _rebalanced(self, part: Cluster) -> Candidate | None:
