@@ -174,7 +174,8 @@ class FoldedStep:
 
     def _flush(self) -> None:
         if self._running:
-            key = tuple((item.cut, item.seconds) for item in self._running)
+            # Calls that are alike have the same prices, not only equal ones: comparing these would take longer.
+            key = tuple((item.cut, id(item.seconds)) for item in self._running)
             if key not in self._runs:
                 joined = _joined(map(_segment, self._running), self.kinds)
                 self._runs[key] = self._segments.setdefault(joined, len(self._segments))
