@@ -308,7 +308,7 @@ def _collective_lines(run: Run, costs: Costs) -> Iterator[ComparisonLine]:
 # What was observed, for `calibrate`
 
 
-class Step(_Shared, Protocol):
+class ExpectedStep(_Shared, Protocol):
     """A step to be run: its program and where it runs, priced as it is and as if nothing lay around ops."""
 
     @property
@@ -321,7 +321,7 @@ class Step(_Shared, Protocol):
     def bare(self) -> PricedStep: ...
 
 
-def expected_calls(step: Step, device: int) -> Expected:
+def expected_calls(step: ExpectedStep, device: int) -> Expected:
     """What tables say of one device's pass there and back: its measured calls, and the rest."""
     number = _kind_number(step.cluster, device)
     tables = {entry.call: entry for entry in step.cluster.kinds[number].measured}
