@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import Tensor
 
-from lopsided.comm.communicator import Communicator, Handle
+from lopsided.comm.communicator import Communicator, Handle, What
 from lopsided.comm.recorder import Recorder
 
 
@@ -22,14 +22,14 @@ class LoneCommunicator:
         self.rank, self.size = rank, size
         self.recorder: Recorder | None = None
 
-    def all_reduce(self, flat: Tensor, *, what: str = "", way: str = "") -> Handle:
+    def all_reduce(self, flat: Tensor, *, what: What = "", way: str = "") -> Handle:
         return self._over(flat, what)
 
-    def maximum(self, flat: Tensor, *, what: str = "") -> Handle:
+    def maximum(self, flat: Tensor, *, what: What = "") -> Handle:
         return self._over(flat, what)
 
     def all_gather(
-        self, piece: Tensor, counts: Sequence[int], *, what: str = "", way: str = "", out: Tensor | None = None
+        self, piece: Tensor, counts: Sequence[int], *, what: What = "", way: str = "", out: Tensor | None = None
     ) -> Handle:
         if out is None and self.size == 1:
             return self._over(piece, what)
@@ -38,14 +38,23 @@ class LoneCommunicator:
         whole[before : before + counts[self.rank]] = piece.detach()
         return self._over(whole, what)
 
-    def reduce_scatter(self, whole: Tensor, counts: Sequence[int], *, what: str = "", way: str = "") -> Handle:
+    def reduce_scatter(self, whole: Tensor, counts: Sequence[int], *, what: What = "", way: str = "") -> Handle:
         if self.size == 1:
             return self._over(whole, what)
         before = sum(counts[: self.rank])
         return self._over(whole.detach()[before : before + counts[self.rank]].clone(), what)
 
-    def all_to_all(self, send: Tensor, give: Sequence[int], take: Sequence[int], *, what: str = "") -> Handle:
+    def all_to_all(
+        self,
+        send: Tensor,
+        give: Sequence[int],
+        take: Sequence[int],
+        *,
+        what: What = "",
+        whole_bytes: int = 0,
+        largest: float = 1.0,
+    ) -> Handle:
         return self._over(send if self.size == 1 else send.new_zeros(sum(take)), what)
 
-    def _over(self, result: Tensor, what: str) -> Handle:
+    def _over(self, result: Tensor, what: What) -> Handle:
         return Handle(cast(Communicator, self), what, result)

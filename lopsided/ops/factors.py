@@ -76,7 +76,7 @@ def _of_linear(call: Call, whole: Mapping[int, Tensor], dy: Sequence[Tensor]) ->
         return {}
     rows = dy[0].reshape(-1, dy[0].shape[-1])
     x = whole[0].reshape(-1, whole[0].shape[-1]).to(rows.dtype)
-    found: dict[int, Tensor | None] = {1: (rows.t() @ x).to(call.operands[1].torch_dtype)}
+    found: dict[int, Tensor | None] = {1: (rows.t() @ x.conj()).to(call.operands[1].torch_dtype)}
     if len(call.operands) > 2:
         found[2] = rows.sum(0).to(call.operands[2].torch_dtype)
     return found

@@ -6,8 +6,8 @@ and every changed buffer, joined from the devices. One device is the special cas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -91,13 +91,26 @@ def _run_rank(
     exchange = Redistributor(wire, shares, wire.network)
     gradients = Gradients(exchange)
     executor = Executor(schedule, exchange, gradients, SeededRandomness(seed, shares), parameters, device)
-    loss, buffers, _ = executor.run(leaves)
+    with _each_cast_its_own():
+        loss, buffers, _ = executor.run(leaves)
     if loss.requires_grad:
         loss.reshape(()).backward()
         gradients.finish()
     trained = {target: parameter for target, parameter in parameters.items() if parameter.requires_grad}
     found = {target: torch.zeros_like(p) if p.grad is None else p.grad for target, p in trained.items()}
     return _RankRun(loss.detach().reshape(()), found, buffers)
+
+
+@contextmanager
+def _each_cast_its_own() -> Iterator[None]:
+    """Without autocast's cache. With it, gradients of the uses of a weight are added up in the narrow dtype, and what
+    is compared at the last digits would depend on which uses share a cast."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _piece(whole: Tensor, placement: Placement, shares: Shares, rank: int) -> Tensor:
