@@ -78,7 +78,7 @@ COEFFICIENTS = (
         *(KIND, "contention", "times", 1.0, 100.0, 1.0, 1.3),
         "how many times as long calls take with all devices of a node at work as with one alone",
         ("profiling/overlap",),
-        ("cluster/devices",),
+        ("cluster/devices", "planner/estimate"),
         "crowding",
     ),
     Coefficient(
