@@ -170,8 +170,9 @@ class _Compiler:
     def _convert(self, item: Redistribute) -> Convert:
         at, into = self.slots[item.value, item.source], self.slot(item.value, item.to)
         back = f"∂{item.value} {transposed(item.to)}→{transposed(item.source)}"
-        shape, way = self.values[item.value].shape, (item.source, item.to)
-        return Convert(self.exchange, at, into, way, shape, f"%{item.id}", (item.id, back))
+        shape, way, what = self.values[item.value].shape, (item.source, item.to), f"%{item.id}"
+        labels = Label(what, item.id), Label(what, f"{item.id} again"), Label(f"gradient of {what}", back)
+        return Convert(self.exchange, at, into, way, shape, *labels)
 
     def _take_copy(self, item: Redistribute) -> TakeCopy:
         value = self.values[item.value]

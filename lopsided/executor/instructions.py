@@ -106,15 +106,16 @@ class Instruction(ABC):
 
 @dataclass(slots=True)
 class Convert(Instruction):
-    """`ids` are those of the item and of its transpose."""
+    """`there` and `back` are what to call it forward and backward, `again` in a region that runs once more."""
 
     exchange: Redistributor
     source: int
     to: int
     way: tuple[Placement, Placement]
     shape: Shape
-    what: str
-    ids: tuple[str, str]
+    there: Label
+    again: Label
+    back: Label
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -125,9 +126,8 @@ class Convert(Instruction):
         return (self.to,)
 
     def run(self, slots: Slots, this: Pass) -> None:
-        there = Label(self.what, self.ids[0] + this.suffix)
-        back = Label(f"gradient of {self.what}", self.ids[1])
-        slots[self.to] = self.exchange.convert(slots[self.source], *self.way, self.shape, there, back)
+        there = self.again if this.suffix else self.there
+        slots[self.to] = self.exchange.convert(slots[self.source], *self.way, self.shape, there, self.back)
 
 
 @dataclass(slots=True)
@@ -163,6 +163,8 @@ class TakeCopy(Instruction):
         elif self.exchange.size == 1 or not (differentiable and self.synced is not None):
             slots[self.to] = self.exchange.convert(stored, *self.way, self.shape)
             return
+        elif self.way[1].is_whole:
+            copy = stored  # as a whole it is its own copy
         else:
             copy = self.exchange.move(stored.detach(), *self.way, self.shape)
         if differentiable and self.synced is not None:
