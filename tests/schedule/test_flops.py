@@ -446,14 +446,14 @@ def test_what_meta_tensors_refuse_is_tried_on_fake_ones(monkeypatch: pytest.Monk
         if local.tensors[0].is_meta:
             # What torch raises for an op that has no kernel for meta tensors.
             raise NotImplementedError("no kernel")
-        yield Ask(local.tensors[0].sum((0, 1)), "P", "R")
+        yield Ask(local.tensors[0].sum((0, 1)), P, R)
 
     assert _with(monkeypatch, picky) == _both(24)
 
 
 def test_what_runs_nowhere_is_taken_to_exchange_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     def looking(local: Local) -> Talking:
-        yield Ask(local.tensors[0] * float(local.tensors[0].sum().item()), "P", "R")
+        yield Ask(local.tensors[0] * float(local.tensors[0].sum().item()), P, R)
 
     assert _with(monkeypatch, looking) == _both(4 * 5 * 6 * 4)
 
