@@ -64,12 +64,6 @@ class Program:
         for (_, name), chain in zip(self.graph.updates, self.updates, strict=True):
             yield from along(name, chain)
 
-    def stretches(self) -> list[tuple[Step, ...]]:
-        """The steps in stretches that belong to one checkpointed region, or to none."""
-        return [
-            tuple(steps) for _, steps in itertools.groupby(self.steps, key=lambda step: step.node.context.recompute)
-        ]
-
     def __str__(self) -> str:
         return print_program(self)
 
