@@ -42,8 +42,9 @@ from lopsided.ir.rule_book import RuleBook
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.ablation import ADDITIONS, HAP
 from lopsided.planner.baselines import batch_dims, data_parallel, leaves_batch_whole, stored_cut
+from lopsided.planner.pins import stores_of
 from lopsided.planner.plan_data import Plan, SearchReport
-from lopsided.planner.planner import plan_graph, predict, stores_of
+from lopsided.planner.planner import plan_graph, predict
 from lopsided.planner.search import search
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, optimizer_named

@@ -1,14 +1,15 @@
-"""How long planning takes and what it gains. Writes results/planner.json and results/quality.json.
+"""How long planning takes and what it gains. Writes results/planner.json, results/quality.json and results/kinds.json.
 
-python benchmarks/planner.py [--speed] [--quality] [--quick] [--repeats 3]
+python benchmarks/planner.py [--speed] [--quality] [--kinds] [--quick] [--repeats 3]
 
 Speed is a ratio to `torch.export` of the same model, timed in the same process, in turn and in shuffled order:
 
     search   from rule book to proven optimum: costs, prices, choices, bound, A*, the program; nothing is remembered
     whole    `plan_graph` with the rule book given: all candidates, shares, simulation, what each device is worth
 
-Quality is the predicted step of the plan against the strategies everyone knows, on every model of the zoo. With neither
-option both are run; with `--quick` a few cases once each, and nothing is written.
+Quality is the predicted step of the plan against the strategies everyone knows, on every model of the zoo. Kinds is the
+whole answer where devices differ, and deep models on many devices, as ratios to export. With no option the first two
+are run; with `--quick` a few cases once each, and nothing is written.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 
 from lopsided import LopsidedError, capture, derive_rules
 from lopsided.capturing.retype import in_dtype
-from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.ir.program import check_program
 from lopsided.ir.rule_book import RuleBook
@@ -37,8 +38,9 @@ from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.planner.baselines import data_parallel
 from lopsided.planner.candidates import Limits
+from lopsided.planner.pins import stores_of
 from lopsided.planner.plan_data import Plan
-from lopsided.planner.planner import plan_graph, stores_of
+from lopsided.planner.planner import plan_graph
 from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search import Found, search
 from lopsided.planner.search_cost import SharePrices
@@ -165,6 +167,9 @@ class Subject:
     def plan(self, cluster: str) -> None:
         self.plans[cluster] = plan_graph(self.graph, load_cluster(cluster), book=self.book, optimizer=self.optimizer)
 
+    def plan_on(self, cluster: Cluster) -> None:
+        self.plans[cluster.name] = plan_graph(self.graph, cluster, book=self.book, optimizer=self.optimizer)
+
     def report(self, cluster: str) -> dict[str, Any]:
         """What the last search and the last plan came to."""
         found = self.found[cluster]
@@ -269,6 +274,49 @@ def speed(repeats: int, quick: bool) -> dict[str, Any]:
         "wall_s": time.perf_counter() - started,
         "cpu_s": time.process_time(),
     }
+
+
+# Many kinds
+
+
+def all_different(kinds: int, nodes: int = 1, count: int = 1) -> Cluster:
+    """So many kinds of devices, each in nodes of its own, with speeds and memories drawn at random."""
+    state = random.Random(0)
+    drawn = []
+    for k in range(kinds):
+        speed, memory = 5e12 * 4 ** state.random(), state.choice((16, 24, 32, 48)) * 2**30
+        flops = (("f32", speed), ("bf16", 4 * speed))
+        drawn.append(Kind(f"d{k}", f"n{k}", nodes, count, flops, speed / 12, memory, 8e-6))
+    name = f"{kinds} kinds, {kinds * nodes * count:,} devices"
+    return Cluster(name, "", tuple(drawn), Link(1e-5, 5e10), Link(3e-5, 5e9))
+
+
+def by_kinds(quick: bool) -> dict[str, Any]:
+    """The whole answer beside an export of the same model, each once: they take long enough to tell."""
+    started = time.perf_counter()
+    rows = []
+    for case, places in MANY[:1] if quick else MANY:
+        subject = Subject(case)
+        export_s, _ = timed(subject.export)
+        for on in [load_cluster(one) if isinstance(one, str) else one for one in (places[:2] if quick else places)]:
+            taken_s, cpu_s = timed(partial(subject.plan_on, on))
+            plan = subject.plans[on.name]
+            row = case.told | {"cluster": on.name, "kinds": len(on.kinds), "devices": on.devices}
+            row |= {"export_s": export_s, "whole_s": taken_s, "cpu_s": cpu_s, "ratio": taken_s / export_s}
+            rows.append(row | {"step_s": plan.step_s, "searches": plan.search.searches, "used": plan.on.devices})
+            print(f"{case.model:<28}{on.name:<30} {taken_s:.1f} s → {taken_s / export_s:.2f}×", flush=True)
+    return {"goals": {"kinds": 6.0, "depth": 3.0}, "rows": rows, "wall_s": time.perf_counter() - started}
+
+
+BY_KINDS = tuple(all_different(kinds) for kinds in (4, 8, 16, 32, 64))
+MANY: tuple[tuple[Case, tuple[Cluster | str, ...]], ...] = (
+    (Case("bert", batch=256), BY_KINDS),
+    (Case("bert", batch=2**14), (all_different(16, 8, 8), all_different(16, 78, 8))),
+    (Case("llama:layers=32", batch=128, dtype="bf16"), BY_KINDS[-1:]),
+    (Case("llama:layers=32", batch=2**14, dtype="bf16"), (all_different(16, 78, 8),)),
+    (Case("gpt2:layers=96", batch=256), ("mixed-1024",)),
+    (LLAMA, ("mixed-1024",)),
+)
 
 
 # Quality
@@ -410,10 +458,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speed", action="store_true", help="only how long planning takes")
     parser.add_argument("--quality", action="store_true", help="only what it gains")
+    parser.add_argument("--kinds", action="store_true", help="only how long it takes where devices differ")
     parser.add_argument("--quick", action="store_true", help="a few cases, once each; nothing is written")
     parser.add_argument("--repeats", type=int, default=3)
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
+    if chosen.kinds:
+        results = by_kinds(chosen.quick)
+        if not chosen.quick:
+            print(record.write("kinds", results))
+        return
     both = chosen.speed == chosen.quality
     if both or chosen.speed:
         results = speed(chosen.repeats, chosen.quick)

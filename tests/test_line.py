@@ -118,6 +118,21 @@ def test_public_names() -> None:
     ]
 
 
+def test_no_two_public_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    """`lopsided.plan` is a function: no module or package of that name may stand behind it."""
+    lasts = {module.split(".")[-1] for module in MODULES}
+    assert [name for name in lopsided.__all__ if name in lasts] == []
+
+
 @pytest.mark.parametrize("module", [name for name in MODULES if name not in ("cli.app", *ENDS)])
 def test_libraries_do_not_print(module: str) -> None:
     for node in ast.walk(ast.parse(MODULES[module].read_text())):

@@ -122,7 +122,7 @@ class ObservedTransfers:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CorrectionLimits:
     """How many times as long as expected something may take and be believed; beyond, it was not what was priced.
 
     What is beyond is brought to the nearest limit, or, where `clamps` is not set, corrects nothing.
@@ -141,11 +141,11 @@ class Limits:
 
 
 # A dry run is of the very step that was priced: what is further off is another step, and says nothing of the calls.
-DRY_RUN = Limits(0.25, 8.0, clamps=False)
+DRY_RUN = CorrectionLimits(0.25, 8.0, clamps=False)
 # The part of a plan's step: shares must not follow a busy moment further than this.
-OWN_PART = Limits(0.25, 4.0)
+OWN_PART = CorrectionLimits(0.25, 4.0)
 # Calls that nobody had measured are estimates, which may be off by an order of magnitude.
-RUN = Limits(0.05, 20.0)
+RUN = CorrectionLimits(0.05, 20.0)
 
 
 # What is corrected
@@ -212,7 +212,7 @@ def calibrate(
     transfers: Sequence[ObservedTransfers] = (),
     *,
     ran_on: Cluster | None = None,
-    limits: Limits = RUN,
+    limits: CorrectionLimits = RUN,
 ) -> Calibrated:
     """The cluster as the observed steps show it.
 
@@ -239,7 +239,7 @@ def calibrate(
     return Calibrated(corrected, (*told, *told_of_links))
 
 
-def line_correction(steps: Sequence[ObservedCalls], limits: Limits) -> LineCorrection | None:
+def line_correction(steps: Sequence[ObservedCalls], limits: CorrectionLimits) -> LineCorrection | None:
     """The least correction that makes these calls add up to what they took, the first observation before the others.
 
     None where the first is beyond limits that do not clamp; another one that is beyond them counts for nothing.
@@ -274,7 +274,7 @@ def line_correction(steps: Sequence[ObservedCalls], limits: Limits) -> LineCorre
 
 
 def _corrected(
-    kind: Kind, observed: Sequence[ObservedCalls], limits: Limits, times: float = 1.0
+    kind: Kind, observed: Sequence[ObservedCalls], limits: CorrectionLimits, times: float = 1.0
 ) -> tuple[Kind, list[Correction]]:
     """A kind as the observations show it, and what changed. Points that are made of an estimate are `times` as long."""
     together: dict[tuple[Scope, str, bool], list[ObservedCalls]] = {}
@@ -328,7 +328,7 @@ def _estimated(correction: LineCorrection, seen: ObservedCalls, times: float) ->
 
 
 def _corrected_links(
-    cluster: Cluster, transfers: Sequence[ObservedTransfers], limits: Limits
+    cluster: Cluster, transfers: Sequence[ObservedTransfers], limits: CorrectionLimits
 ) -> tuple[tuple[tuple[str, str, Link], ...], list[Correction]]:
     """Collectives as they were observed, way by way; a way that nobody had measured starts from the links' model."""
     measured = {(collective, way): link for collective, way, link in cluster.collectives}

@@ -44,6 +44,7 @@ from lopsided.schedule import timeline
 from lopsided.schedule.cost import Costs, Cut, Scale, fitted_line, optimizer_named
 from lopsided.schedule.flops import asks_others, call_text, call_texts
 from lopsided.schedule.pricing import Computed, PricedStep
+from lopsided.schedule.schedule import Phase, compute_id
 
 BETWEEN = "between ops"
 SLOWED = "slowed by sending"
@@ -114,7 +115,7 @@ def confront(run: Run) -> Comparison:
     bare = Costs(plan.graph, without_overhead(plan.on), optimizer_named(plan.optimizer))
     ops = plan.priced(bare)
     step = timeline.run(priced, costs.network, Scale(plan.on, plan.shares))
-    classes = {node.name: op_class(node.op) for node in plan.graph.nodes}
+    classes = {item.id: op_class(plan.schedule.steps[item.node].node.op) for item in plan.schedule.computes}
     computed = tuple(
         tuple(_device_lines(_Predicted(priced, ops, step), plan, number, device, classes))
         for number, device in enumerate(run.devices)
@@ -177,7 +178,7 @@ def _device_lines(
         return item.seconds[kind].at(fraction_of(plan, item.cut, number))
 
     for item in told.ops.computes:
-        what = classes[item.node]
+        what = classes[item.id]
         predicted[what] = predicted.get(what, 0.0) + seconds(item)
         times[what] = times.get(what, 0) + 1
     all_s, ops_s = sum(map(seconds, priced.computes)), sum(predicted.values())
@@ -225,7 +226,7 @@ def measured_classes(device: DeviceRun, classes: dict[str, str]) -> dict[str, fl
         totals: dict[str, float] = {}
         for span in step.spans:
             if span.lane == COMPUTE:
-                what = classes.get(span.what.removeprefix("∂"), CONVERSIONS if span.what == BUCKETS else span.what)
+                what = classes.get(span.id, CONVERSIONS if span.what == BUCKETS else span.what)
                 totals[what] = totals.get(what, 0.0) + span.seconds
         standing = sum(span.waited_s for span in step.spans if span.lane == NETWORK)
         totals[BETWEEN] = max(step.seconds - sum(totals.values()) - standing, 0.0)
@@ -307,7 +308,7 @@ def _collective_lines(run: Run, costs: Costs) -> Iterator[ComparisonLine]:
 # What was observed, for `calibrate`
 
 
-class Step(_Shared, Protocol):
+class ExpectedStep(_Shared, Protocol):
     """A step to be run: its program and where it runs, priced as it is and as if nothing lay around ops."""
 
     @property
@@ -320,7 +321,7 @@ class Step(_Shared, Protocol):
     def bare(self) -> PricedStep: ...
 
 
-def expected_calls(step: Step, device: int) -> Expected:
+def expected_calls(step: ExpectedStep, device: int) -> Expected:
     """What tables say of one device's pass there and back: its measured calls, and the rest."""
     number = _kind_number(step.cluster, device)
     tables = {entry.call: entry for entry in step.cluster.kinds[number].measured}
@@ -372,7 +373,7 @@ def _observed_calls(run: Run, costs: Costs, number: int) -> Iterator[ObservedCal
     """Of one kind: the seconds of its devices in the mean, of all calls of one text and pass together."""
     plan = run.plan
     devices = range(*plan.on.spans[number])
-    medians = [_median_by_span(run.devices[device]) for device in devices]
+    medians = [_median_by_id(run.devices[device]) for device in devices]
     around_s = plan.on.kinds[number].overhead_s
     found: dict[tuple[str, bool], ObservedCalls] = {}
     for step in plan.program.steps:
@@ -381,8 +382,9 @@ def _observed_calls(run: Run, costs: Costs, number: int) -> Iterator[ObservedCal
         cost = costs.op(step.node, step.rule)
         text = call_text(step.node, plan.graph.values, step.rule.how)
         for backward, priced, runs in ((False, cost.forward, cost.forwards), (True, cost.backward, 1)):
-            span = f"∂{step.node.name}" if backward else step.node.name
-            seen = [seconds for table in medians if (seconds := table.get(span))]
+            phases: tuple[Phase, ...] = ("backward",) if backward else ("forward", "again")
+            ids = [compute_id(step.node.name, phase) for phase in phases]
+            seen = [seconds for table in medians if (seconds := sum(table.get(name, 0.0) for name in ids))]
             if len(seen) < len(medians):
                 continue
             # What lies around a call is not the call's.
@@ -410,17 +412,17 @@ def _observed_calls(run: Run, costs: Costs, number: int) -> Iterator[ObservedCal
         yield ObservedCalls(number, Scope.UPDATES, expected, statistics.fmean(taken), plan.optimizer)
 
 
-def _median_by_span(device: DeviceRun) -> dict[str, float]:
-    """Median seconds of every computed span of a recorded step, by what it is called."""
+def _median_by_id(device: DeviceRun) -> dict[str, float]:
+    """Median seconds of every computed item of a recorded step, by its id."""
     found: dict[str, list[float]] = {}
     for step in device.recorded:
         totals: dict[str, float] = {}
         for span in step.spans:
             if span.lane == COMPUTE:
-                totals[span.what] = totals.get(span.what, 0.0) + span.seconds
-        for what, seconds in totals.items():
-            found.setdefault(what, []).append(seconds)
-    return {what: statistics.median(seconds) for what, seconds in found.items()}
+                totals[span.id] = totals.get(span.id, 0.0) + span.seconds
+        for name, seconds in totals.items():
+            found.setdefault(name, []).append(seconds)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def _observed_transfers(run: Run, network: Network) -> Iterator[ObservedTransfers]:

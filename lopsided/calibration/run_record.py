@@ -73,6 +73,11 @@ class Span:
     def seconds(self) -> float:
         return self.end_s - self.start_s
 
+    @property
+    def id(self) -> str:
+        """What joins it with the schedule. Runs that were recorded before items had ids call nodes by theirs."""
+        return self.item or self.what
+
 
 def _row(span: Span) -> str:
     """A span as a row of its fields: there are thousands."""

@@ -260,7 +260,7 @@ class Cluster:
             if count := kind.count - (k == gone):
                 was = self.beside(kind)
                 kinds.append(replace(kind.with_fewer(was, was - 1), node=odd, nodes=1, count=count))
-        return self._smaller(kinds, name)
+        return self.smaller(kinds, name)
 
     def without_node(self, name: str) -> Cluster:
         """The cluster without one node and all devices in it."""
@@ -275,7 +275,7 @@ class Cluster:
             _, rest = _parted(kind.node, kind.nodes, names.index(name))
             if rest is not None:
                 kinds.append(replace(kind, node=rest, nodes=kind.nodes - 1))
-        return self._smaller(kinds, name)
+        return self.smaller(kinds, name)
 
     def only(self, kinds: Iterable[int]) -> Cluster:
         """The cluster of these kinds, by their number, in their order here."""
@@ -291,9 +291,10 @@ class Cluster:
         left = Counter[str]()
         for kind in kept:
             left[kind.node] += kind.count
-        return self._smaller([k.with_fewer(self.beside(k), left[k.node]) for k in kept], "all of its kinds")
+        return self.smaller([k.with_fewer(self.beside(k), left[k.node]) for k in kept], "all of its kinds")
 
-    def _smaller(self, kinds: Sequence[Kind], gone: str) -> Cluster:
+    def smaller(self, kinds: Sequence[Kind], gone: str) -> Cluster:
+        """The cluster of these of its devices: links as they were, what was measured among all of them scaled."""
         if not kinds:
             raise ClusterError(
                 f"without {gone} no device is left", where=f"cluster {shown(self.name)}", do="keep at least one device"

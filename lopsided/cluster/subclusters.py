@@ -2,6 +2,10 @@
 
 In: a `Cluster`. Out: smaller ones. A slow device may cost more than it brings, and so may one with little memory or
 one behind a slow link.
+
+Of few kinds all subsets are parts. Of many, the quickest and those with most memory, in numbers that halve, and all
+but one, two, four, ...: their number grows with the logarithm of the number of kinds. Of one kind there are a handful,
+however many devices it has.
 """
 
 from __future__ import annotations
@@ -12,30 +16,33 @@ from dataclasses import replace
 
 from lopsided.cluster.cluster import Cluster
 
-_FEW_KINDS = 3  # of devices: all their subsets are tried
+FEW_KINDS = 3
+"""Kinds of which all subsets are tried."""
+
+_SIZES = 6
+"""Into so many sizes, halves unless there are too many of these, a kind is cut at the most."""
 
 
-def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
-    """The cluster, and what may be faster than all of it: some of its kinds, half of the fastest, a node of several."""
-    seen = set()
+def parts(cluster: Cluster, dtype: str, *, by_memory: bool = True) -> Iterator[Cluster]:
+    """What may be faster than all of a cluster: some of its kinds, half of the fastest, a node of several.
+
+    Of many kinds also those with most memory, unless nobody is short of it.
+    """
+    seen = {cluster.fingerprint}
 
     def new(part: Cluster) -> bool:
         known = part.fingerprint in seen
         seen.add(part.fingerprint)
         return not known
 
-    if new(cluster):
-        yield cluster
     order = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].flops(dtype), k))
-    by_memory = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].memory_bytes, k))
-    for kinds in _subsets(order, by_memory):
+    roomiest = sorted(order, key=lambda k: -cluster.kinds[k].memory_bytes) if by_memory else order
+    for kinds in _subsets(order, roomiest):
         if new(part := cluster.only(kinds)) and part.devices > 1:
             yield part
-    fastest = cluster.only(order[:1])
-    while fastest.nodes > 1:
-        fastest = _fewer_nodes(fastest, fastest.nodes // 2)
-        if new(fastest) and fastest.devices > 1:
-            yield fastest
+    for part in _fewer_of_a_kind(cluster.only(order[:1])):
+        if new(part):
+            yield part
     if cluster.nodes > 1:
         for alike in cluster.alike_nodes():
             # Nodes of one kind are among the halves of the fastest, or slower than those.
@@ -44,22 +51,39 @@ def parts(cluster: Cluster, dtype: str) -> Iterator[Cluster]:
                 yield part
 
 
-def _subsets(order: Sequence[int], by_memory: Sequence[int]) -> Iterator[Sequence[int]]:
+def _subsets(order: Sequence[int], roomiest: Sequence[int]) -> Iterator[Sequence[int]]:
     """Of few kinds all subsets; of many the fastest, and those with most memory. Large ones first."""
-    if len(order) <= _FEW_KINDS:
+    if len(order) <= FEW_KINDS:
         for size in range(len(order) - 1, 0, -1):
             yield from itertools.combinations(order, size)
-    else:
-        for count in range(len(order) - 1, 0, -1):
-            yield order[:count]
-            yield by_memory[:count]
+        return
+    powers = [2**k for k in range(len(order).bit_length())]
+    counts = {len(order) - power for power in powers} | {len(order) // power for power in powers[1:]}
+    for count in sorted((count for count in counts if count > 0), reverse=True):
+        yield order[:count]
+        yield roomiest[:count]
 
 
-def _fewer_nodes(cluster: Cluster, nodes: int) -> Cluster:
-    """Of a cluster of one kind, the first so many nodes."""
-    while cluster.nodes > nodes:
-        cluster = cluster.without_node(cluster.node_names[-1])
-    return cluster
+def _fewer_of_a_kind(cluster: Cluster) -> Iterator[Cluster]:
+    """Of a cluster of one kind fewer and fewer of its nodes, then of the devices of one node; two at the least."""
+    (kind,) = cluster.kinds
+    for nodes in _sizes(kind.nodes):
+        fewer = replace(kind, node=kind.node if nodes > 1 else f"{kind.node}-1", nodes=nodes)
+        if fewer.devices > 1:
+            yield cluster.smaller([fewer], "some of its nodes")
+    node = kind.node if kind.nodes == 1 else f"{kind.node}-1"
+    for count in _sizes(kind.count):
+        if count > 1:
+            fewer = replace(kind.with_fewer(kind.count, count), node=node, nodes=1, count=count)
+            yield cluster.smaller([fewer], "some of its devices")
+
+
+def _sizes(size: int) -> Iterator[int]:
+    """Smaller and smaller sizes, down to one."""
+    ratio = max(2.0, size ** (1 / _SIZES))
+    while size > 1:
+        size = max(int(size / ratio), 1)
+        yield size
 
 
 def _only_node(cluster: Cluster, name: str) -> Cluster:
@@ -68,7 +92,7 @@ def _only_node(cluster: Cluster, name: str) -> Cluster:
         names = [kind.node] if kind.nodes == 1 else [f"{kind.node}-{k}" for k in range(1, kind.nodes + 1)]
         if name in names:
             kinds.append(replace(kind, node=name, nodes=1))
-    return replace(cluster, kinds=tuple(kinds), collectives=(), pairs=())
+    return cluster.smaller(kinds, "all other nodes")
 
 
 def single_devices(cluster: Cluster) -> Iterator[Cluster]:

@@ -118,22 +118,23 @@ def parse_placement(text: str) -> Placement:
 
 def check_shares(shares: Sequence[float]) -> tuple[float, ...]:
     """The shares as a tuple, refused unless they are fractions of one."""
-    text = ", ".join(f"{share:g}" for share in shares)
     if not shares:
         raise SharesError("there are no shares", do="give one share per device, for example 0.5,0.3,0.2")
+    whole = sum(shares)
+    if min(shares) >= 0 and abs(whole - 1) <= 1e-6:
+        # Exactly one, so that pieces of however long a dim sum to its length.
+        return tuple(share / whole for share in shares)
+    text = ", ".join(f"{share:g}" for share in shares)
     if any(not math.isfinite(share) for share in shares):
         raise SharesError(f"shares must be finite numbers, got {text}", do="give each device a fraction of the work")
     if any(share < 0 for share in shares):
         raise SharesError(f"a share is negative: {text}", do="give a device that should do nothing a share of 0")
-    if abs(sum(shares) - 1) > 1e-6:
-        raise SharesError(
-            f"shares sum to {sum(shares):g}, not 1: {text}",
-            do="divide each by their sum: " + ", ".join(f"{s / sum(shares):.4g}" for s in shares)
-            if sum(shares)
-            else "give at least one device something to do",
-        )
-    # Exactly one, so that pieces of however long a dim sum to its length.
-    return tuple(share / sum(shares) for share in shares)
+    raise SharesError(
+        f"shares sum to {whole:g}, not 1: {text}",
+        do="divide each by their sum: " + ", ".join(f"{share / whole:.4g}" for share in shares)
+        if whole
+        else "give at least one device something to do",
+    )
 
 
 @lru_cache(maxsize=65536)

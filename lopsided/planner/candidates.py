@@ -1,7 +1,7 @@
 """A program with shares on a part of a cluster: what the planner compares, and what narrows its search.
 
-In: what a `Workshop` has judged. Out: `Candidate`, which beats another or not; `Limits` of the search; what a plan may
-fill of a device's memory, and the shares that a search begins with.
+In: what a `CandidatePool` has judged. Out: `Candidate`, which beats another or not; `Limits` of the search; what a plan
+may fill of a device's memory, and the shares that a search begins with.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
 from lopsided.planner.baselines import STATE
 from lopsided.planner.search import Found
+from lopsided.planner.search_cost import Hidden
 from lopsided.schedule.memory import Holding
 from lopsided.schedule.pricing import PricedStep
 from lopsided.schedule.schedule import BUCKET_BYTES
@@ -74,6 +75,16 @@ class LoweredCandidate:
     priced: PricedStep
     held: tuple[Holding, ...]
     stored: Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a search on some devices has found out about them."""
+
+    hidden: Hidden | None = None  # the estimate that led to the best program
+    memory_price: float = 0.0  # at which the last search that was short of memory ended
+    regather: bool = False
+    bucket_bytes: int = BUCKET_BYTES
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ predicted slower than any of them.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,22 +21,23 @@ from lopsided.capturing.capture_graph import LossFn, capture
 from lopsided.capturing.retype import in_dtype
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.cluster.subclusters import parts
-from lopsided.errors import InputError, PlanError, ProgramError
-from lopsided.ir.graph import Graph, Leaf, Node
-from lopsided.ir.notation import Rule
-from lopsided.ir.placement import I, Placement, Shares, parse_placement
+from lopsided.cluster.subclusters import FEW_KINDS, parts
+from lopsided.errors import InputError, PlanError
+from lopsided.ir.graph import Graph
+from lopsided.ir.placement import Shares
 from lopsided.ir.program import Program, check_program, parse_program
 from lopsided.ir.rule_book import RuleBook
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.ablation import ADDITIONS, DEVICES, SEGMENTS, Belief, additions_named, beliefs, fewer_rules
-from lopsided.planner.baselines import STATE, stored_so
-from lopsided.planner.candidates import Candidate, Limits
+from lopsided.planner.candidates import BETTER, Candidate, Limits, memory_limits
+from lopsided.planner.estimate import StepEstimate
+from lopsided.planner.part_search import PartSearch
+from lopsided.planner.pins import limits_of
 from lopsided.planner.plan_data import INTERRUPTED, Baseline, Breakdown, Plan, SearchReport
 from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search import Progress
-from lopsided.planner.search_cost import NOTHING_HIDDEN
 from lopsided.planner.segments import given_segments
+from lopsided.planner.worth import worth
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
@@ -53,7 +53,6 @@ ABOUT = {
     "single": "everything on the fastest device",
     "dp-part": "data parallelism on the devices of this plan, shares by speed",
 }
-_TURNS = 3  # of looking what each device is worth: each time that finds a better plan
 
 
 def plan(
@@ -164,72 +163,92 @@ class _Task:
     known: Sequence[Plan]
     progress: Callable[[Progress], None]
 
-    def shop(self, *, whole: bool = False) -> CandidatePool:
-        """The workshop; the whole of it, whatever is to be left out."""
+    def pool(self, *, whole: bool = False) -> CandidatePool:
+        """The pool; all of it, whatever is to be left out."""
         without = frozenset[str]() if whole else self.without
         rules = fewer_rules(self.rules, without)
         kept = optimizer_named(self.optimizer)
-        shop = CandidatePool(self.graph, rules, kept, self.limits(rules), self.progress, without)
-        shop.plain_book = self.rules
-        return shop
+        pool = CandidatePool(self.graph, rules, kept, self.limits(rules), self.progress, without)
+        pool.plain_book = self.rules
+        return pool
 
     def limits(self, rules: RuleBook) -> Limits:
-        return _limits(rules, self.pins, self.started + self.time_limit_s)
+        return limits_of(rules, self.pins, self.started + self.time_limit_s)
 
 
 def _planned(task: _Task, cluster: Cluster, most: int = 1) -> tuple[Plan, ...]:
     """The best plan, and the best of other sorts, so many in all at the most."""
-    shop = task.shop()
+    pool = task.pool()
     if DEVICES in task.without:
-        shop.fewest_devices = cluster.devices
-    in_segments = given_segments(shop.book, task.segments) if task.segments else None
-    classics = list(shop.classics(cluster))
+        pool.fewest_devices = cluster.devices
+    in_segments = given_segments(pool.book, task.segments) if task.segments else None
+    classics = list(pool.classics(cluster))
     for plan in task.known:
-        _judge_known(shop, plan, cluster)
+        _judge_known(pool, plan, cluster)
     try:
-        shop.find_bucket(classics[1])
-        for part in [cluster] if DEVICES in task.without else parts(cluster, shop.dtype):
-            if shop.is_promising(part):
-                shop.improve(part, seeds=3 if part is cluster else 1)
+        for part in [cluster] if DEVICES in task.without else _promising(pool, cluster):
+            PartSearch(pool, part).improve()
         if in_segments is not None:
-            shop.within(in_segments, task.limits(in_segments)).improve(cluster)
-        for finish in (shop.partly_stored_cut, shop.segmented, shop.rebucketed, shop.settled):
-            if shop.limits.left_s:
-                finish(shop.chosen)
-        worth = _without(shop, cluster) if shop.limits.left_s else ({}, {})
+            PartSearch(pool.within(in_segments, task.limits(in_segments)), cluster).improve()
+        for candidate in pool.leaders():
+            for finish in (pool.partly_stored_cut, pool.segmented, pool.rebucketed, pool.settled):
+                if pool.limits.left_s:
+                    finish(pool.of_part[candidate.on.fingerprint])
+        each_is_worth = worth(pool, cluster) if pool.limits.left_s else ({}, {})
     except KeyboardInterrupt:
         # The best so far is an answer; what each device is worth is not known then.
-        shop.interrupted = True
-        worth = {}, {}
-    classics += shop.classic_on_part(cluster)
-    best = shop.chosen
-    rivals = shop.rivals((cluster, best.on), most - 1) if most > 1 and not shop.interrupted else []
+        pool.interrupted = True
+        each_is_worth = {}, {}
+    classics += pool.classic_on_part(cluster)
+    best = pool.chosen
+    rivals = pool.rivals((cluster, best.on), most - 1) if most > 1 and not pool.interrupted else []
     seconds = time.perf_counter() - task.started
     # Those are for trying: with the right shares even a plain one may turn out to be the best.
-    others = {id(one): one for one in (shop.chosen, best, *rivals)}
+    others = {id(one): one for one in (pool.chosen, best, *rivals)}
     return tuple(
-        _answer(shop, cluster, classics, one, *(worth if one is best else ({}, {})), seconds)
+        _answer(pool, cluster, classics, one, *(each_is_worth if one is best else ({}, {})), seconds)
         for one in list(others.values())[:most]
     )
 
 
-def _judge_known(shop: CandidatePool, known: Plan, cluster: Cluster) -> None:
+def _promising(pool: CandidatePool, cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, and the parts of it that may be faster.
+
+    Most devices of many kinds do as all of them do, and are left out where an estimate says so.
+    """
+    yield cluster
+    best = pool.of_part.get(cluster.fingerprint)
+    short = best is None or pool.learned[cluster.fingerprint].memory_price > 0
+    estimate: StepEstimate | None = None
+    for part in parts(cluster, pool.dtype, by_memory=short):
+        if not pool.is_promising(part):
+            continue
+        if best is not None and len(cluster.kinds) > FEW_KINDS and 2 * part.devices > cluster.devices:
+            estimate = estimate or pool.estimate(best)
+            all_s, part_s = (estimate.on(on, memory_limits(on)).step_s for on in (cluster, part))
+            if best.step_s * part_s >= all_s * pool.chosen.step_s * BETTER:
+                continue
+        yield part
+
+
+def _judge_known(pool: CandidatePool, known: Plan, cluster: Cluster) -> None:
     """A plan that was made before, on the devices of these names."""
-    if known.graph.fingerprint != shop.graph.fingerprint:
+    if known.graph.fingerprint != pool.graph.fingerprint:
         raise PlanError("a plan that should compete is for another model or batch", do="give a plan of the same model")
-    gone = next((device for device in known.devices if device not in cluster.device_names), None)
+    here, used = {*cluster.device_names}, {*known.devices}
+    gone = next((device for device in known.devices if device not in here), None)
     on = cluster
     if gone is None:
         for device in reversed(cluster.device_names):  # the last first: those left of its kind are counted anew
-            if device not in known.devices:
+            if device not in used:
                 on = on.without_device(device)
     if on.device_names != known.devices:
         raise PlanError(
             f"a plan that should compete uses {gone or known.devices[0]}, which this cluster does not have as it was",
             do="leave the plan out, or plan for the cluster it was made for",
         )
-    program = parse_program(str(known.program), shop.graph)
-    shop.judge("known", on, program, known.shares, known.regather, bucket_bytes=known.bucket_bytes)
+    program = parse_program(str(known.program), pool.graph)
+    pool.judge("known", on, program, known.shares, known.regather, bucket_bytes=known.bucket_bytes)
 
 
 def _as_it_is(task: _Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan:
@@ -248,114 +267,12 @@ def _as_it_is(task: _Task, found: Plan, belief: Belief, cluster: Cluster) -> Pla
         step_s=step_s,
         breakdown=breakdown,
         memory_bytes=memory,
-        baselines=_baselines(task.shop(whole=True).classics(cluster)),
+        baselines=_baselines(task.pool(whole=True).classics(cluster)),
         without_device=(),
         without_node=(),
         notes=(f"planned without {left_out}; chosen as a step of {found.step_s:.4g} s", *found.notes),
         planning_s=time.perf_counter() - task.started,
     )
-
-
-# What narrows the search
-
-
-def _limits(book: RuleBook, pins: Sequence[str], deadline: float) -> Limits:
-    """What pins leave to choose from. A pin is `parameter pattern=placement` or `%value pattern=placement`."""
-    stored: dict[str, Placement] = {}
-    given: dict[str, Placement] = {}
-    for pin in pins:
-        pattern, _, text = pin.rpartition("=")
-        if not pattern:
-            raise InputError(f"{pin!r} is not a pin", do='write PATTERN=PLACEMENT, for example "encoder.*.weight=I"')
-        try:
-            placement = parse_placement(text.strip())
-        except ProgramError as error:
-            raise InputError(error.what, where=f"pin {pin!r}", do="write I, S<dim> or S<dim>@state") from None
-        if pattern.startswith("%"):
-            _pin_values(book, pattern[1:], placement, pin, given)
-        else:
-            _pin_parameters(book, pattern, placement, pin, stored)
-
-    every = stores_of(book)
-
-    def stores(leaf: Leaf) -> tuple[Placement, ...]:
-        name = leaf.value.name
-        return (stored[name],) if name in stored else every[name]
-
-    def allowed(node: Node, rule: Rule) -> bool:
-        placed = zip(node.results, rule.gives, strict=True)
-        return not given or all(given.get(value.name, give) == give for value, give in placed)
-
-    return Limits(stores, allowed, stored, given, deadline)
-
-
-def stores_of(book: RuleBook) -> dict[str, tuple[Placement, ...]]:
-    """How each parameter may be stored: whole, cut by the state shares to be gathered for use, or as some op takes it.
-
-    In this order: where a parameter is gathered anyway, how much each device stores is not tied to what it computes.
-    """
-    taken: dict[str, dict[Placement, None]] = {leaf.value.name: {} for leaf in book.graph.parameters}
-    for node in book.graph.nodes:
-        for k, name in enumerate(node.operands):
-            if name in taken:
-                taken[name].update((rule.needs[k], None) for rule in book.rules[node.name] if rule.needs[k].is_shard)
-    return {
-        leaf.value.name: tuple(dict.fromkeys((I, stored_so(leaf), *taken[leaf.value.name])))
-        for leaf in book.graph.parameters
-    }
-
-
-def _pin_parameters(book: RuleBook, pattern: str, placement: Placement, pin: str, stored: dict[str, Placement]) -> None:
-    found = [
-        leaf
-        for leaf in book.graph.parameters
-        if any(fnmatch.fnmatchcase(name, pattern) for name in (leaf.target, *leaf.also))
-    ]
-    if not found:
-        names = [leaf.target for leaf in book.graph.parameters]
-        raise InputError(
-            f"no parameter matches the pin {pin!r}",
-            do=f"choose from {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}",
-        )
-    for leaf in found:
-        plain = book.leaves[leaf.value.name]
-        choices = dict.fromkeys([*plain, *(p.cut_by(STATE) for p in plain)])
-        if placement not in choices:
-            raise InputError(
-                f"{leaf.target} cannot be stored {placement}",
-                where=f"pin {pin!r}",
-                do=f"choose from {', '.join(map(str, choices))}",
-            )
-        _add_pin(stored, leaf.value.name, placement, leaf.target, pin)
-
-
-def _pin_values(book: RuleBook, pattern: str, placement: Placement, pin: str, given: dict[str, Placement]) -> None:
-    found = [
-        (node, k)
-        for node in book.graph.nodes
-        for k, value in enumerate(node.results)
-        if fnmatch.fnmatchcase(value.name, pattern)
-    ]
-    if not found:
-        raise InputError(f"no value matches the pin {pin!r}", do="name values as `lopsided capture` prints them")
-    for node, k in found:
-        choices = dict.fromkeys(rule.gives[k] for rule in book.rules[node.name])
-        if placement not in choices:
-            raise InputError(
-                f"%{node.results[k].name} cannot be made {placement}",
-                where=f"pin {pin!r}",
-                do=f"choose from {', '.join(map(str, choices))}",
-            )
-        _add_pin(given, node.results[k].name, placement, f"%{node.results[k].name}", pin)
-
-
-def _add_pin(pinned: dict[str, Placement], name: str, placement: Placement, shown: str, pin: str) -> None:
-    if pinned.setdefault(name, placement) != placement:
-        raise InputError(
-            f"{shown} is pinned twice, as {pinned[name]} and as {placement}",
-            where=f"pin {pin!r}",
-            do="leave one of the pins out, or narrow its pattern",
-        )
 
 
 # The answer
@@ -389,49 +306,8 @@ def _every_device(on: Cluster, per_kind: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for kind, size in zip(on.kinds, per_kind, strict=True) for _ in range(kind.devices))
 
 
-def _without(shop: CandidatePool, cluster: Cluster) -> tuple[dict[str, float], dict[str, float]]:
-    """The step without each device and without each node. A smaller cluster that turns out faster becomes the best."""
-    devices: dict[str, float] = {}
-    nodes: dict[str, float] = {}
-    for _ in range(_TURNS):
-        before = shop.best
-        for alike in cluster.alike_nodes() if cluster.nodes > 1 else ():
-            nodes.update(dict.fromkeys(alike, _left_with(shop, alike, Cluster.without_node, cluster)))
-        for alike in cluster.alike_devices() if cluster.devices > 1 else ():
-            devices.update(dict.fromkeys(alike, _left_with(shop, alike, Cluster.without_device, cluster)))
-        if before is shop.best:
-            break
-    # Who can do without a node can do without any one device of it.
-    for name in devices:
-        devices[name] = min(devices[name], nodes.get(name.partition("/")[0], math.inf))
-    return devices, nodes
-
-
-def _left_with(
-    shop: CandidatePool, alike: Sequence[str], shrink: Callable[[Cluster, str], Cluster], cluster: Cluster
-) -> float:
-    """The step when one of these, which are alike, is gone; infinite if the model then fits nowhere."""
-    best = shop.chosen
-    names = {*best.on.device_names, *best.on.node_names}
-    if not names.issuperset(alike):
-        # One of them is idle and takes the place of the one that is gone.
-        return best.step_s
-    is_device = alike[0] in best.on.device_names
-    left_over = (best.on.devices if is_device else best.on.nodes) > 1
-    # What is left of the devices in use, and of all: an idle one may step in.
-    left = [shrink(whole, alike[0]) for whole in (best.on, cluster) if whole is cluster or left_over]
-    made: list[Candidate | None] = []
-    for part in {part.fingerprint: part for part in left}.values():
-        shares = shop.by_speed(part)
-        made.append(shop.fitting("without", part, shares, shop.last_hidden or NOTHING_HIDDEN))
-        made.append(shop.balanced("without", part, best.program, shares, best.regather, best.found))
-        if made[-1] is None:
-            made += shop.plain_balanced(part)
-    return min((candidate.step_s for candidate in made if candidate is not None and candidate.fits), default=math.inf)
-
-
 def _answer(
-    shop: CandidatePool,
+    pool: CandidatePool,
     cluster: Cluster,
     classics: Sequence[Candidate],
     best: Candidate,
@@ -439,8 +315,8 @@ def _answer(
     nodes: dict[str, float],
     seconds: float,
 ) -> Plan:
-    check_program(best.program, shop.plain_book)
-    found = best.found or shop.first
+    check_program(best.program, pool.plain_book)
+    found = best.found or pool.first
     if found is None:
         raise InputError("there was no time for a single search", do="give a longer time limit")
     why = found.why if best.found is not None else f"{found.why}; taken is {best.name}"
@@ -449,7 +325,7 @@ def _answer(
         on=best.on,
         program=best.program,
         shares=_in_use(best.program, best.shares),
-        optimizer=shop.optimizer.name,
+        optimizer=pool.optimizer.name,
         regather=best.regather,
         step_s=best.step_s,
         breakdown=breakdown_of(best.timeline),
@@ -462,12 +338,12 @@ def _answer(
             found.bound_s,
             found.gap,
             why,
-            shop.searches,
-            tuple(shop.log),
+            pool.searches,
+            tuple(pool.log),
         ),
         without_device=tuple(devices.items()),
         without_node=tuple(nodes.items()),
-        notes=tuple(_notes(shop, cluster, best)),
+        notes=tuple(_notes(pool, cluster, best)),
         planning_s=seconds,
         bucket_bytes=best.bucket_bytes,
     )
@@ -479,7 +355,7 @@ def baselines_of(graph: Graph, cluster: Cluster, optimizer: str) -> tuple[Baseli
     task = _Task(
         graph, derive_rules(graph), optimizer, time.perf_counter(), math.inf, (), (), nothing, (), lambda _: None
     )
-    return _baselines(task.shop().classics(cluster))
+    return _baselines(task.pool().classics(cluster))
 
 
 def _baselines(classics: Iterable[Candidate]) -> tuple[Baseline, ...]:
@@ -498,18 +374,19 @@ def _in_use(program: Program, shares: Shares) -> Shares:
     )
 
 
-def _notes(shop: CandidatePool, cluster: Cluster, best: Candidate) -> Iterator[str]:
+def _notes(pool: CandidatePool, cluster: Cluster, best: Candidate) -> Iterator[str]:
     """What a reader should know beside the numbers."""
-    if idle := [name for name in cluster.device_names if name not in best.on.device_names]:
+    used = {*best.on.device_names}
+    if idle := [name for name in cluster.device_names if name not in used]:
         if len(idle) == 1:
             yield f"{idle[0]} is left out: no plan that uses it was found to be faster"
         else:
             yield f"{len(idle)} of {cluster.devices} devices are left out: no plan with them was found to be faster"
-    for node in shop.book.only_whole:
+    for node in pool.book.only_whole:
         yield f"{node.op} runs whole on every device ({node.source}): nobody has described how it could be cut"
-    if shop.interrupted:
+    if pool.interrupted:
         yield f"{INTERRUPTED}: this is the best so far"
-    elif not shop.limits.left_s:
+    elif not pool.limits.left_s:
         yield "the time limit was reached: this is the best so far"
     if best.found is not None and best.found.gap > 0:
         yield f"{best.found.why}: a program may exist that is up to {best.found.gap:.1%} cheaper"

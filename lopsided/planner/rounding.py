@@ -8,15 +8,18 @@ all others stay as they are.
 
     levels      Σ_k devices_k · q_k ≥ length                                            `_Ladder`
     price       Σ_legs max_k (seconds without units + seconds per unit · q_k)
-                + Σ_messages seconds(devices · max q / length)                          `_View.price`
+                + Σ_messages seconds(devices · max q / length)                          `_View.prices`
     one leg     has all levels that finish by the earliest moment that is late enough   `_View.finish_together`
     many        units move between kinds while that helps                               `_View.improved`
     lengths     one after the other until none changes                                  `Rounding._by_legs`
-    the step    the cheapest of all these in a whole walk, and the nearest units,       `Rounding.best`
-                then moves that shorten that walk                                       `Rounding._by_walk`
+    the step    the cheapest of all these along the critical path, and the nearest      `Rounding.best`
+                units, then moves that shorten it                                       `Rounding._by_path`
 
-The price of one length is a guess: what hides costs the part that was exposed before rounding. The walk decides, and
-the nearest units (largest remainder) take part, so the outcome is never worse than those.
+The price of one length is a guess: what hides costs the part that was exposed before rounding. The critical path
+decides, and the nearest units (largest remainder) take part, so the outcome is never worse than those.
+
+Of few kinds every pair exchanges units. Of many, those that are last in some leg give, and those that are first overall
+take (`_View.givers`, `_View.takers`): so many moves as a constant, each priced in a row of one array.
 """
 
 from __future__ import annotations
@@ -27,12 +30,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from lopsided.cluster.collectives import Network
 from lopsided.schedule.cost import Cut
 from lopsided.schedule.critical_path import CriticalPath, FoldedStep, FractionalShares, MemoryRows, Message, PerKind
 
 _FEW = 4
 """Units per device below which other cuts than those near the shares are tried."""
+
+_FEW_KINDS = 4
+"""Kinds up to which every two exchange units; of more, so many give and so many take."""
 
 _HALVINGS = 60
 """Of a span of time, until what is left of it is less than the last bits of a float."""
@@ -116,12 +124,20 @@ class _Ladder:
     length: int
     counts: tuple[int, ...]
 
+    @property
+    def fewest(self) -> int:
+        """Units by which the levels of a kind grow at least."""
+        return min(self.counts)
+
     def units(self, levels: Sequence[int]) -> int:
         return sum(count * q for count, q in zip(self.counts, levels, strict=True))
 
     def trimmed(self, levels: Sequence[int]) -> Levels:
         """Without levels that are not needed: those of the largest kinds that can be spared go first."""
-        kept, spare = list(levels), self.units(levels) - self.length
+        spare = self.units(levels) - self.length
+        if spare < self.fewest:
+            return tuple(levels)
+        kept = list(levels)
         for k in sorted(range(len(kept)), key=lambda k: (-self.counts[k], k)):
             less = min(kept[k], spare // self.counts[k])
             kept[k] -= less
@@ -136,29 +152,22 @@ class _Ladder:
         totals[k] -= sum(totals) - self.length
         return tuple(totals)
 
-    def moves(self, levels: Levels) -> Iterator[Levels]:
-        """From each kind to each other, in small steps and large ones."""
-        kinds = range(len(self.counts))
-        for source in (k for k in kinds if levels[k]):
+    def moves(self, levels: Levels, givers: Sequence[int], takers: Sequence[int]) -> Iterator[Levels]:
+        """From each giver to each taker, in small steps and large ones."""
+        spare = self.units(levels) - self.length
+        for source in (k for k in givers if levels[k]):
             for step in sorted({1, levels[source] // 8 or 1, levels[source]}):
-                for to in kinds:
+                for to in takers:
                     if to != source:
-                        yield self._moved(levels, source, to, step)
+                        yield self._moved(levels, source, to, step, spare)
 
-    def _moved(self, levels: Levels, source: int, to: int, step: int) -> Levels:
+    def _moved(self, levels: Levels, source: int, to: int, step: int, spare: int) -> Levels:
+        missing = step * self.counts[source] - spare
+        more = max(0, -(-missing // self.counts[to]))
         moved = list(levels)
         moved[source] -= step
-        moved[to] += max(0, -(-(self.length - self.units(moved)) // self.counts[to]))
-        return self.trimmed(moved)
-
-
-@dataclass(frozen=True, slots=True)
-class _Leg:
-    """What is computed between blocking messages, for each kind."""
-
-    times: int  # that the same is computed
-    at_zero: list[float]  # seconds with none of the units
-    per_unit: list[float]
+        moved[to] += more
+        return self.trimmed(moved) if more * self.counts[to] - missing >= self.fewest else tuple(moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +187,21 @@ class _Sent:
 
 
 class _View:
-    """The step as a function of the levels of one cut, all others as they are."""
+    """The step as a function of the levels of one cut, all others as they are.
+
+    A row of `at_zero` and `per_unit` is a leg, a column a kind: seconds with none of the units, and for each of them.
+    """
 
     def __init__(self, rounding: Rounding, cut: Cut, units: Units) -> None:
         self.length, self.counts, self.network = cut[1], units.counts, rounding.network
         self.ladder = _Ladder(self.length, self.counts)
-        self.legs: list[_Leg] = []
-        for segment, times in rounding.legs:
-            slopes = dict(segment.slopes).get(cut)
-            if slopes is not None:
-                per_unit = [slope / self.length for slope in slopes]
-                now = zip(segment.at(units), per_unit, units.levels(cut), strict=True)
-                self.legs.append(_Leg(times, [seconds - each * q for seconds, each, q in now], per_unit))
+        levels = np.array(units.levels(cut), dtype=float)
+        cut_legs = [(segment, times, s) for segment, times in rounding.legs for by, s in segment.slopes if by == cut]
+        shape = (len(cut_legs), len(self.counts))
+        self.times = np.array([times for _, times, _ in cut_legs], dtype=float)
+        self.per_unit = np.array([slopes for _, _, slopes in cut_legs]).reshape(shape) / self.length
+        now = np.array([segment.at(units) for segment, _, _ in cut_legs]).reshape(shape)
+        self.at_zero = now - self.per_unit * levels
         self.sent: list[_Sent] = []
         for message, weight in rounding.messages:
             cut_parts = [(size, set(cuts) - {cut}) for cuts, size in message.parts if cut in cuts]
@@ -197,58 +209,84 @@ class _View:
                 others = sum(size * units.largest(cuts) for cuts, size in message.parts if cut not in cuts)
                 beside = [(size, units.largest(tuple(cuts))) for size, cuts in cut_parts]
                 self.sent.append(_Sent(message, weight, others, beside))
+        self._sending: dict[float, float] = {}
         memory = rounding.memory
         self.bytes_per_unit = memory.cut.get(cut, 0) / self.length
-        held = memory.held(units, but=cut)
         # The byte more is what `MemoryRows.over` forgives.
-        self.room = [limit - size + 1 for limit, size in zip(memory.limits, held, strict=True)]
+        self.room = np.array(memory.limits) - memory.held(units, but=cut) + 1
 
-    def price(self, levels: Levels) -> Price:
-        seconds = sum(
-            leg.times * max(a + b * q for a, b, q in zip(leg.at_zero, leg.per_unit, levels, strict=True))
-            for leg in self.legs
-        )
-        largest = sum(self.counts) * max(levels) / self.length
-        for sent in self.sent:
-            seconds += sent.seconds(self.network, largest)
-        parts = zip(self.counts, levels, self.room, strict=True)
-        return Price(sum(count * max(self.bytes_per_unit * q - room, 0.0) for count, q, room in parts), seconds)
+    def prices(self, many: Sequence[Levels]) -> list[Price]:
+        """What each of these levels costs."""
+        levels = np.array(many, dtype=float)
+        legs = (self.at_zero + self.per_unit * levels[:, None, :]).max(axis=2)
+        seconds = legs @ self.times
+        over_bytes = np.maximum(self.bytes_per_unit * levels - self.room, 0.0) @ np.array(self.counts, dtype=float)
+        largest = sum(self.counts) * levels.max(axis=1) / self.length
+        priced = zip(over_bytes.tolist(), seconds.tolist(), largest.tolist(), strict=True)
+        return [Price(over, computing + self._sent_s(skew)) for over, computing, skew in priced]
+
+    def _sent_s(self, largest: float) -> float:
+        if largest not in self._sending:
+            self._sending[largest] = sum(sent.seconds(self.network, largest) for sent in self.sent)
+        return self._sending[largest]
+
+    def givers(self, levels: Levels) -> list[int]:
+        """Who may give units away: of many kinds those that are last in a leg, hold most, or lack memory most."""
+        kinds = range(len(self.counts))
+        if len(self.counts) <= _FEW_KINDS:
+            return [*kinds]
+        ends = self.at_zero + self.per_unit * np.array(levels)
+        weights = np.array(self.times * ends.max(axis=1)) if len(ends) else np.zeros(0)
+        last = [int(ends[leg].argmax()) for leg in np.argsort(-weights, kind="stable")]
+        lacking = self.bytes_per_unit * np.array(levels) - self.room
+        first = [int(lacking.argmax())] if lacking.max() > 0 else []
+        return [*dict.fromkeys((*first, max(kinds, key=lambda k: (levels[k], -k)), *last))][:_FEW_KINDS]
+
+    def takers(self, levels: Levels) -> list[int]:
+        """Who may take more: of many kinds those that would be done first with one unit more, and have room for it."""
+        if len(self.counts) <= _FEW_KINDS:
+            return [*range(len(self.counts))]
+        more = np.array(levels) + 1.0
+        ends = self.times @ (self.at_zero + self.per_unit * more)
+        ends = np.where(self.bytes_per_unit * more > self.room, np.inf, ends)
+        return [int(k) for k in np.argsort(ends, kind="stable")[:_FEW_KINDS]]
 
     def finish_together(self) -> Levels | None:
         """The levels that finish earliest, if all legs were one: by bisection on the moment, then level by level.
 
         None if some kind takes any number of units in no time, or memory is too small.
         """
-        kinds = range(len(self.counts))
-        at_zero = [sum(leg.times * leg.at_zero[k] for leg in self.legs) for k in kinds]
-        per_unit = [sum(leg.times * leg.per_unit[k] for leg in self.legs) for k in kinds]
-        if not all(seconds > 0 for seconds in per_unit):
+        at_zero, per_unit = self.times @ self.at_zero, self.times @ self.per_unit
+        if not (per_unit > 0).all():
             return None
-        most = [self.length] * len(self.counts)
+        most = np.full(len(self.counts), float(self.length))
         if self.bytes_per_unit:
-            most = [min(self.length, max(0, math.floor(room / self.bytes_per_unit))) for room in self.room]
-        if self.ladder.units(most) < self.length:
+            most = np.minimum(most, np.maximum(0.0, np.floor(self.room / self.bytes_per_unit)))
+        counts = np.array(self.counts, dtype=float)
+        if most @ counts < self.length:
             return None
 
-        def by(moment: float) -> list[int]:
-            return [min(most[k], max(0, math.floor((moment - at_zero[k]) / per_unit[k]))) for k in kinds]
+        def by(moment: float) -> np.ndarray:
+            levels: np.ndarray = np.minimum(most, np.maximum(0.0, np.floor((moment - at_zero) / per_unit)))
+            return levels
 
-        early, late = min(at_zero), max(at_zero[k] + per_unit[k] * (self.length + 1) for k in kinds)
+        early, late = float(at_zero.min()), float((at_zero + per_unit * (self.length + 1)).max())
         for _ in range(_HALVINGS):
             middle = (early + late) / 2
-            early, late = (early, middle) if self.ladder.units(by(middle)) >= self.length else (middle, late)
+            early, late = (early, middle) if by(middle) @ counts >= self.length else (middle, late)
         levels = by(early)
-        while self.ladder.units(levels) < self.length:
-            free = [k for k in kinds if levels[k] < most[k]]
-            levels[min(free, key=lambda k: at_zero[k] + per_unit[k] * (levels[k] + 1))] += 1
-        return self.ladder.trimmed(levels)
+        while levels @ counts < self.length:
+            levels[int(np.where(levels < most, at_zero + per_unit * (levels + 1), np.inf).argmin())] += 1
+        return self.ladder.trimmed([int(q) for q in levels])
 
     def improved(self, levels: Levels) -> tuple[Price, Levels]:
         """Moves levels from one kind to another while that helps."""
-        price = self.price(levels)
+        (price,) = self.prices([levels])
         for _ in range(_MOVES):
-            moves = self.ladder.moves(levels)
-            best = min(((self.price(move), move) for move in moves), default=(price, levels))
+            moves = [*self.ladder.moves(levels, self.givers(levels), self.takers(levels))]
+            if not moves:
+                break
+            best = min(zip(self.prices(moves), moves, strict=True))
             if not best[0].beats(price):
                 break
             price, levels = best
@@ -296,12 +334,13 @@ class Rounding:
         """The nearest units, or something better; without `polish`, sooner."""
         legs = self._by_legs(self.near)
         starts = [self.near, legs]
-        starts += [self.near.with_cut(cut, legs.totals[cut]) for cut in self.cuts]
-        if polish:
+        few = len(self.near.counts) <= _FEW_KINDS
+        starts += [self.near.with_cut(cut, legs.totals[cut]) for cut in (self.cuts if few else self.by_weight[:1])]
+        if polish and few:
             starts += [self._by_legs(alone) for alone in self._one_kind_alone()]
         prices = {start: self.price(start) for start in starts}
         units = min(prices, key=prices.__getitem__)
-        return self._by_walk(units, prices[units]) if polish else (units, prices[units])
+        return self._by_path(units, prices[units]) if polish else (units, prices[units])
 
     def _one_kind_alone(self) -> Iterator[Units]:
         """Where there are few units, shares mean little: a kind may be better off without any."""
@@ -319,26 +358,28 @@ class Rounding:
                 view, now = _View(self, cut, units), units.levels(cut)
                 together = view.finish_together()
                 starts = [now] if together is None else [now, together]
+                if len(now) > _FEW_KINDS:
+                    starts = [min(zip(view.prices(starts), starts, strict=True))[1]]
                 price, levels = min(view.improved(start) for start in starts)
-                if price.beats(view.price(now)):
+                if price.beats(view.prices([now])[0]):
                     units = units.with_cut(cut, view.ladder.totals(levels))
             if units == before:
                 break
         return units
 
-    def _by_walk(self, units: Units, price: Price) -> tuple[Units, Price]:
+    def _by_path(self, units: Units, price: Price) -> tuple[Units, Price]:
         """Moves of levels while the whole step gets shorter, as long as that is soon done."""
-        walks = _EVENTS // len(self.load.events)
+        trials = _EVENTS // (len(self.load.events) * max(len(units.counts) // _FEW_KINDS, 1))
         improved = True
         while improved:
             improved = False
             for cut in self.by_weight:
-                ladder = _Ladder(cut[1], units.counts)
-                for levels in ladder.moves(units.levels(cut)):
-                    walks -= 1
-                    if walks <= 0:
+                view, levels = _View(self, cut, units), units.levels(cut)
+                for move in view.ladder.moves(levels, view.givers(levels), view.takers(levels)):
+                    trials -= 1
+                    if trials <= 0:
                         return units, price
-                    trial = units.with_cut(cut, ladder.totals(levels))
+                    trial = units.with_cut(cut, view.ladder.totals(move))
                     if (found := self.price(trial)).beats(price):
                         units, price, improved = trial, found, True
         return units, price

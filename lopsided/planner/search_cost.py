@@ -28,6 +28,7 @@ from lopsided.schedule.memory import Holding, saved_by, stored
 from lopsided.schedule.schedule import BUCKET_BYTES
 
 Saves = dict[tuple[int, Rule], tuple[Holding, ...]]  # what a call keeps under a rule, by the number of its signature
+RulePrices = dict[tuple[int, Rule], float]  # seconds of a call under a rule, memory aside
 
 
 class Hidden(NamedTuple):
@@ -45,7 +46,8 @@ class SharePrices:
 
     `hidden` is what computation is expected to cover of parameter traffic; `byte_s` the price of a byte held
     on a device of each kind; with `regather`, gathered parameters are gathered a second time in the backward pass.
-    What calls keep depends on none of these: `saves` carries it from one search to the next.
+    What calls keep and what they take depends on none of these: `saves` and `rules` carry that from one search to the
+    next.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class SharePrices:
         byte_s: tuple[float, ...] = (),
         regather: bool = False,
         saves: Saves | None = None,
+        rules: RulePrices | None = None,
     ) -> None:
         self.costs, self.scale = costs, scale
         self.hidden, self.byte_s, self.regather = hidden, byte_s, regather
@@ -65,14 +68,19 @@ class SharePrices:
         kinds = costs.cluster.kinds
         self._compute_slowdown = sum(kind.compute_slowdown * kind.devices for kind in kinds) / costs.cluster.devices
         self._saves = {} if saves is None else saves
+        self._rules = {} if rules is None else rules
         self._conversions: dict[object, float] = {}
         self._fetches: dict[object, float] = {}
+        self._stores: dict[object, float] = {}
 
     def rule(self, node: Node, rule: Rule) -> float:
-        cost = self.costs.op(node, rule)
-        computing = max(cost.seconds(self.scale.fractions(cost.cut)))
-        talking = sum(self._seconds(transfer) for transfer in cost.sent)
-        return computing + talking + (self._held(self._saved(node, rule)) if self.byte_s else 0.0)
+        key = (self.costs.number(node), rule)
+        seconds = self._rules.get(key)
+        if seconds is None:
+            cost = self.costs.op(node, rule)
+            computing = max(cost.seconds(self.scale.fractions(cost.cut)))
+            seconds = self._rules[key] = computing + sum(self._seconds(transfer) for transfer in cost.sent)
+        return seconds + (self._held(self._saved(node, rule)) if self.byte_s else 0.0)
 
     def _saved(self, node: Node, rule: Rule) -> tuple[Holding, ...]:
         key = (self.costs.number(node), rule)
@@ -91,10 +99,15 @@ class SharePrices:
         return seconds
 
     def store(self, leaf: Leaf, placement: Placement) -> float:
-        fractions = self.scale.fractions(cut_of(placement, leaf.value.shape))
-        updates = zip(self.costs.update(leaf, placement), fractions, strict=True)
-        updating = max(update.at(f) for update, f in updates)
-        return updating + (self._held(stored(leaf, placement, self.costs.optimizer)) if self.byte_s else 0.0)
+        key = (leaf.kind, leaf.value.shape, leaf.value.dtype, leaf.value.grad, placement)
+        seconds = self._stores.get(key)
+        if seconds is None:
+            fractions = self.scale.fractions(cut_of(placement, leaf.value.shape))
+            updates = zip(self.costs.update(leaf, placement), fractions, strict=True)
+            seconds = max(update.at(f) for update, f in updates)
+            seconds += self._held(stored(leaf, placement, self.costs.optimizer)) if self.byte_s else 0.0
+            self._stores[key] = seconds
+        return seconds
 
     def fetch(self, leaf: Leaf, stored: Placement, to: Placement) -> float:
         value = leaf.value

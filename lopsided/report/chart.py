@@ -28,6 +28,7 @@ from lopsided.calibration.run_record import Run, Span
 from lopsided.planner.plan_data import Plan
 from lopsided.report.listing import timed
 from lopsided.report.table import labels_of, plural
+from lopsided.schedule.schedule import Bucket
 
 COMPUTE, BLOCKED, EXPOSED, WAITING, IDLE = DOING = ("compute", "blocked", "exposed", "waiting", "idle")
 HIDDEN = "hidden"
@@ -252,14 +253,13 @@ def measured_chart(run: Run) -> Chart | None:
     spans = [one.spans for one in middle]
     step_s = max(*(one.seconds for one in middle), *(span.end_s for mine in spans for span in mine))
     modules = _modules(run.plan)
-    trained = {leaf.value.name for leaf in run.plan.graph.parameters}
-    trained |= {leaf.target for leaf in run.plan.graph.parameters}
+    buckets = {item.id for item in run.plan.schedule.passes if isinstance(item, Bucket)}
     sent = [_by_key(mine) for mine in spans]
     together = _together(names, sent)
     strips, computed = [], []
     for name, mine, keyed in zip(names, spans, sent, strict=True):
         computed.append(list(_ran([span for span in mine if span.lane == COMPUTED], modules)))
-        stood = [block for key, span in keyed.items() for block in _stood(span, together[key], modules, trained)]
+        stood = [block for key, span in keyed.items() for block in _stood(span, together[key], modules, buckets)]
         stood.sort(key=lambda block: block.start_s)
         strips.append(Strip(name, (name,), tuple(_strip(computed[-1], stood, step_s, _idle))))
     every = [block for blocks in computed for block in blocks]
@@ -267,7 +267,7 @@ def measured_chart(run: Run) -> Chart | None:
     updates = [block.start_s for block in every if block.phase == OPTIMIZER]
     backward_s = max(max(updates, default=step_s) - forward_s, 0.0)
     first = {key: span for keyed in sent for key, span in keyed.items()}
-    network = [_as_sent(first[key], send, forward_s, modules, trained) for key, send in together.items()]
+    network = [_as_sent(first[key], send, forward_s, modules, buckets) for key, send in together.items()]
     return Chart(step_s, forward_s, backward_s, tuple(strips), tuple(sorted(network, key=lambda block: block.start_s)))
 
 
@@ -276,8 +276,8 @@ def _by_key(spans: Iterable[Span]) -> dict[_Key, Span]:
     found = {}
     for span in spans:
         if span.lane != COMPUTED:
-            times[span.what] += 1
-            found[span.what, times[span.what]] = span
+            times[span.id] += 1
+            found[span.id, times[span.id]] = span
     return found
 
 
@@ -302,18 +302,18 @@ def _ran(spans: Iterable[Span], modules: Mapping[str, str]) -> Iterator[ChartBlo
         yield ChartBlock(COMPUTE, phase, _shown(span.what), span.start_s, span.end_s, _module_of(span.what, modules))
 
 
-def _stood(span: Span, send: _Send, modules: Mapping[str, str], trained: Collection[str]) -> Iterator[ChartBlock]:
+def _stood(span: Span, send: _Send, modules: Mapping[str, str], buckets: Collection[str]) -> Iterator[ChartBlock]:
     """What a send is for one device: waiting until the last has come, then sending."""
     begun = min(max(send.start_s, span.start_s), span.end_s)
     if begun > span.start_s:
         yield ChartBlock(WAITING, BACKWARD, "", span.start_s, begun, awaits=send.last)
-    yield replace(_as_sent(span, send, 0.0, modules, trained), start_s=begun, end_s=span.end_s)
+    yield replace(_as_sent(span, send, 0.0, modules, buckets), start_s=begun, end_s=span.end_s)
 
 
 def _as_sent(
-    span: Span, send: _Send, forward_s: float, modules: Mapping[str, str], trained: Collection[str]
+    span: Span, send: _Send, forward_s: float, modules: Mapping[str, str], buckets: Collection[str]
 ) -> ChartBlock:
-    return _sent_block(span, send.start_s, send.end_s, forward_s, modules, hides=subject_of(span.what) in trained)
+    return _sent_block(span, send.start_s, send.end_s, forward_s, modules, hides=span.id in buckets)
 
 
 # As a trace

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lopsided.calibration.run_record import OPTIMIZER, DeviceRun, Run, Span, StepRun, save_run
+from lopsided.calibration.run_record import OPTIMIZER, DeviceRun, Run, StepRun, save_run
 from lopsided.comm.recorder import DIGITS, Recorder, hardware_of
 from lopsided.comm.world import World
 from lopsided.errors import InputError, RunError
@@ -171,13 +172,7 @@ class Recording:
 
 def _shifted(step: StepRun, by_s: float) -> StepRun:
     moved = tuple(
-        Span(
-            span.lane,
-            span.what,
-            round(span.start_s + by_s, DIGITS),
-            round(span.end_s + by_s, DIGITS),
-            *(span.collective, span.way, span.bytes, span.largest, span.waited_s),
-        )
+        replace(span, start_s=round(span.start_s + by_s, DIGITS), end_s=round(span.end_s + by_s, DIGITS))
         for span in step.spans
     )
     return StepRun(step.seconds, moved)

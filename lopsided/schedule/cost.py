@@ -82,6 +82,10 @@ class Transfer:
     hides: bool = False
     ahead: bool = False
     dtype: str = ""  # of what is sent, where several may be sent as one
+    per_device: bool = False  # `whole_bytes` are for one device: what is sent grows with their number
+
+    def bytes_among(self, devices: int) -> int:
+        return self.whole_bytes * devices if self.per_device else self.whole_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +168,8 @@ class Scale:
 
 def transfer_s(transfer: Transfer, network: Network, scale: Scale) -> float:
     """Seconds of a transfer by its cheapest implementation."""
-    largest = scale.largest(transfer.cuts)
-    return network.best(transfer.collective, transfer.whole_bytes, largest).seconds(transfer.whole_bytes, largest)
+    size, largest = transfer.bytes_among(scale.cluster.devices), scale.largest(transfer.cuts)
+    return network.best(transfer.collective, size, largest).seconds(size, largest)
 
 
 # Conversions
@@ -500,7 +504,7 @@ def _talks(call: Call, rule: Rule, cut: Cut | None) -> tuple[tuple[Transfer, ...
         cuts = () if cut is None or exchange.collective == "all_reduce" else (cut,)
         what = f"{'∂' if exchange.backward else ''}{call.node.op} [{rule.how}]"
         into = backward if exchange.backward else forward
-        into.append(Transfer(what, exchange.collective, exchange.whole_bytes, cuts))
+        into.append(Transfer(what, exchange.collective, exchange.whole_bytes, cuts, per_device=exchange.per_device))
     return tuple(forward), tuple(backward)
 
 

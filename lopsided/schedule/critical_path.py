@@ -139,10 +139,10 @@ class Message:
         return network.best(self.collective, self.size, self.largest(sizes))
 
 
-def _message(transfers: Sequence[Transfer]) -> Message:
+def _message(transfers: Sequence[Transfer], devices: int) -> Message:
     parts: dict[tuple[Cut, ...], int] = {}
     for transfer in transfers:
-        parts[transfer.cuts] = parts.get(transfer.cuts, 0) + transfer.whole_bytes
+        parts[transfer.cuts] = parts.get(transfer.cuts, 0) + transfer.bytes_among(devices)
     return Message(transfers[0].collective, tuple(sorted(parts.items())))
 
 
@@ -174,7 +174,8 @@ class FoldedStep:
 
     def _flush(self) -> None:
         if self._running:
-            key = tuple((item.cut, item.seconds) for item in self._running)
+            # Calls that are alike have the same prices, not only equal ones: comparing these would take longer.
+            key = tuple((item.cut, id(item.seconds)) for item in self._running)
             if key not in self._runs:
                 joined = _joined(map(_segment, self._running), self.kinds)
                 self._runs[key] = self._segments.setdefault(joined, len(self._segments))
@@ -186,7 +187,7 @@ class FoldedStep:
         self.events.append((manner, number))
 
     def _send(self, manner: str, transfers: Sequence[Transfer]) -> None:
-        message = _message(transfers)
+        message = _message(transfers, self._network.cluster.devices)
         self._add(manner, self._messages.setdefault(message, len(self._messages)))
         if manner == _SEND and any(self._slowdowns):
             # In equal pieces: handling bytes takes what it takes, however unequal they are.

@@ -25,7 +25,7 @@ import inspect
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -61,6 +61,7 @@ class Exchanged:
     collective: str
     whole_bytes: int
     backward: bool
+    per_device: bool = False  # as many bytes for every device that takes part
 
 
 # Kinds of ops
@@ -431,8 +432,7 @@ def _is_default(arg: Arg, default: object) -> bool:
 def exchanges(call: Call, rule: Rule) -> tuple[Exchanged, ...]:
     """The collectives that carry out a rule inside the op; plain rules have none.
 
-    An implementation that cannot be asked without a device is taken to exchange its results. Bytes are those one device
-    asks for: a cut `cumsum`, which sends one row for every device, counts as one row.
+    An implementation that cannot be asked without a device is taken to exchange its results.
     """
     found = asked(call, rule)
     if found is not None:
@@ -455,7 +455,12 @@ def asked(call: Call, rule: Rule) -> tuple[Exchanged, ...] | None:
     for device, mode in ways:
         try:
             with mode(), torch.inference_mode(False), torch.enable_grad(), surroundings(call.node.context):
-                return tuple(_driven(call, rule, talk, torch.device(device)))
+                alone, beside = (list(_driven(call, rule, talk, torch.device(device), n)) for n in (1, 2))
+                # A cut `cumsum` sends a row for every device: with two devices, it sends twice as much.
+                return tuple(
+                    replace(one, per_device=other.whole_bytes == 2 * one.whole_bytes > 0)
+                    for one, other in zip(alone, beside, strict=True)
+                )
         except Exception:
             continue  # Whatever an implementation stumbles over without numbers, planning goes on.
     return None
@@ -480,10 +485,11 @@ class _Shapes:
         return torch.empty(tuple(shape), dtype=torch.float64, device=self.device)
 
 
-def _driven(call: Call, rule: Rule, talk: Talk, device: torch.device) -> Iterator[Exchanged]:
-    """One imaginary device that has everything."""
+def _driven(call: Call, rule: Rule, talk: Talk, device: torch.device, devices: int) -> Iterator[Exchanged]:
+    """One imaginary device that has everything, among so many."""
     placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
-    pieces = next(((p.length(value.shape),) for p, value in placed if p.is_shard), ())
+    length = next((p.length(value.shape) for p, value in placed if p.is_shard), None)
+    pieces = () if length is None else (length, *[0] * (devices - 1))
     tensors = tuple(
         torch.empty(
             value.shape,

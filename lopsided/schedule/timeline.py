@@ -173,6 +173,7 @@ class _Lanes:
         self.network, self.scale, self.items, self.events = network, scale, computed, events
         self.kinds = [kind.name for kind in scale.cluster.kinds]
         self.left = tuple(max(1 - kind.compute_slowdown, _LEAST_LEFT) for kind in scale.cluster.kinds)
+        self.undisturbed = all(left == 1 for left in self.left)
         self.comm_slowdown = network.cluster.comm_slowdown
         self.now = [0.0] * len(self.kinds)
         self.computed, self.waiting, self.exposed = [list(self.now) for _ in range(3)]
@@ -209,7 +210,11 @@ class _Lanes:
             fractions = self.scale.fractions(item.cut)
             seconds = tuple(affine.at(f) for affine, f in zip(item.seconds, fractions, strict=True))
             self._computing[key] = seconds
-        ends = [self._computed(k, start, taken) for k, (start, taken) in enumerate(zip(self.now, seconds, strict=True))]
+        if self.undisturbed:
+            ends = [start + taken for start, taken in zip(self.now, seconds, strict=True)]
+        else:
+            both = enumerate(zip(self.now, seconds, strict=True))
+            ends = [self._computed(k, start, taken) for k, (start, taken) in both]
         if self.events is not None:
             what = f"∂{item.node}" if item.backward else item.node
             for kind, start, end in zip(self.kinds, self.now, ends, strict=True):
@@ -234,7 +239,8 @@ class _Lanes:
 
     def block(self, name: str, transfer: Transfer) -> None:
         largest = self.scale.largest(transfer.cuts)
-        self.stand_for(name, transfer.what, transfer.collective, transfer.whole_bytes, largest)
+        size = transfer.bytes_among(self.scale.cluster.devices)
+        self.stand_for(name, transfer.what, transfer.collective, size, largest)
 
     def stand_for(self, name: str, what: str, collective: str, size: int, largest: float) -> None:
         """All wait for all, and then for what is sent."""

@@ -115,7 +115,7 @@ def test_a_thousand_processes() -> None:
 @pytest.mark.parametrize("name", ["hap-64", "3090+3060", "4xH100+4xA100+8xL4", "2xA6000+2x2080Ti"])
 def test_parts_of_a_cluster_are_found_in_it(name: str) -> None:
     whole = load_cluster(name)
-    for part in (*parts(whole, "f32"), *single_devices(whole), whole.without_device(whole.device_names[0])):
+    for part in (whole, *parts(whole, "f32"), *single_devices(whole), whole.without_device(whole.device_names[0])):
         found = devices_in(part, whole)
         assert len({*found}) == part.devices
         likeness = [kind.likeness for kind in whole.kinds for _ in range(kind.devices)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.collectives import Network
@@ -21,6 +22,7 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import meet
 from lopsided.executor.instructions import RunNode
 from lopsided.ir.placement import Shares
+from lopsided.ir.program import Chain, Program
 from lopsided.models import zoo
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
@@ -36,7 +38,7 @@ from tests.support.jobs import Run, cluster_of, parsed, prices_of, run_of
 
 SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
 BUCKET = 2**11  # bytes: small enough that every model has several buckets
-PROGRAMS = ("dp", "zero", "zero-again", "tensor", "planned", "random-0", "random-1")
+PROGRAMS = ("dp", "zero", "zero-again", "tensor", "recut", "planned", "random-0", "random-1")
 
 
 class Mixed(nn.Module):
@@ -56,9 +58,27 @@ class Mixed(nn.Module):
             return self.model(**batch)
 
 
+class Checkpointed(nn.Module):
+    """Two regions that run again, and a layer that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 24), nn.Dropout(0.1)) for _ in range(2)
+        )
+        self.head = nn.Linear(24, 7)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
 def built(spec: str) -> tuple[nn.Module, dict[str, object]]:
     """`mixed ` in front of a spec makes it so."""
     torch.manual_seed(0)
+    if spec == "checkpointed":
+        return Checkpointed(), {"x": torch.randn(9, 24), "labels": torch.arange(9) % 7}
     model, batch = load(spec.removeprefix("mixed "))
     return (Mixed(model) if spec.startswith("mixed ") else model), batch
 
@@ -75,12 +95,26 @@ def run_named(spec: str, name: str) -> Run:
         plan = plan_graph(book.graph, cluster_of(3, speeds=[4e6, 8e6, 12e6]), book=book)
         if plan.on.devices == 3:
             return run_of(spec, plan.program, plan.shares, regather=plan.regather)
-    if name == "tensor":
-        return run_of(spec, search(book, prices).program, SHARES)
+    if name in ("tensor", "recut"):
+        program = search(book, prices).program
+        return run_of(spec, recut(program) if name == "recut" else program, SHARES)
     program = data_parallel(book, prices)
     if name in ("zero", "zero-again"):
         return run_of(spec, stored_cut(program), SHARES, regather=name == "zero-again")
     return run_of(spec, program, SHARES)
+
+
+def recut(program: Program) -> Program:
+    """Parameters that are used as they are stored, cut, are stored in other pieces: memory has shares of its own."""
+    parameters = {leaf.value.name for leaf in program.graph.parameters}
+    other = {name: p.cut_by("state") for name, p in program.leaves if name in parameters and p.is_shard}
+
+    def chain(name: str, made: Chain) -> Chain:
+        return (other[name], *made) if name in other and made[0] == stored[name] else made
+
+    stored = dict(program.leaves)
+    steps = tuple(replace(step, chains=tuple(map(chain, step.node.operands, step.chains))) for step in program.steps)
+    return replace(program, leaves=tuple((name, other.get(name, p)) for name, p in program.leaves), steps=steps)
 
 
 # What is issued
@@ -165,8 +199,8 @@ def expected(plan: Plan, schedule: Schedule) -> tuple[list[Issued], list[Issued]
                 yield from sent(item.id, item.collective, item.whole_bytes, skewed, True)
             elif isinstance(item, Exchange) or (isinstance(item, Redistribute) and item.transfer and not item.bucket):
                 one = item.transfer
-                skewed = one.whole_bytes * scale.largest(one.cuts)
-                yield from sent(item.id, one.collective, one.whole_bytes, skewed, False)
+                size = one.bytes_among(plan.on.devices)
+                yield from sent(item.id, one.collective, size, size * scale.largest(one.cuts), False)
 
     return list(told(schedule.forward)), list(told(schedule.backward))
 
@@ -201,9 +235,30 @@ def _is_bucket(one: Issued) -> bool:
 CASES = [(model, name, dtypes) for model in zoo.SMALL for name in PROGRAMS for dtypes in ("one", "mixed")]
 
 
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize(("model", "name", "dtypes"), CASES)
 def test_the_collectives_issued_are_those_of_the_schedule(
     model: str, name: str, dtypes: str, crews: Callable[[int], WorkerPool]
 ) -> None:
     spec = zoo.SMALL[model] if dtypes == "one" else f"mixed {zoo.SMALL[model]}"
     assert differences(spec, name, crews(3)) == []
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_regions_that_run_again_issue_what_the_schedule_says(name: str, crews: Callable[[int], WorkerPool]) -> None:
+    assert differences("checkpointed", name, crews(3)) == []
+
+
+def test_parameters_of_two_dtypes_never_share_a_bucket() -> None:
+    run = run_named(f"mixed {zoo.SMALL['mlp']}", "dp")
+    schedule = replace(parsed(run), bucket_bytes=2**30).schedule
+    buckets = [item for item in schedule.backward if isinstance(item, Bucket)]
+    assert sorted(bucket.dtype for bucket in buckets) == ["bf16", "f32"]
+    assert all({one.dtype for one in bucket.transfers} == {bucket.dtype} for bucket in buckets)
+
+
+def test_a_recut_parameter_travels_behind_computing() -> None:
+    schedule = parsed(run_named(zoo.SMALL["gpt2"], "recut")).schedule
+    moved = [item for item in schedule.redistributed if "@state" in str(item.source)]
+    assert moved
+    assert all(item.bucket and item.transfer and item.transfer.collective == "all_to_all" for item in moved)

@@ -29,8 +29,9 @@ from lopsided.ir.rule_book import RuleBook
 from lopsided.models import by_name as models
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.candidates import MEMORY_IN_USE
+from lopsided.planner.pins import stores_of
 from lopsided.planner.plan_data import Plan
-from lopsided.planner.planner import plan_graph, stores_of
+from lopsided.planner.planner import plan_graph
 from lopsided.planner.search import search
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lopsided.planner.search.problem import Assignment, Factor, Problem
-from lopsided.planner.search.reduction import Bucket, Reduction, SolvedRegions, reduce_problem
+from lopsided.planner.search.reduction import EliminationBucket, Reduction, SolvedRegions, reduce_problem
 
 TABLE_LIMIT = 1 << 20  # entries: 8 MB; a larger table costs more time than the search it saves
 
@@ -140,7 +140,7 @@ class _Search:
                 contexts[k + 1] = tuple(sorted(seen))
         return contexts
 
-    def rises(self, bucket: Bucket, choices: dict[int, int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def rises(self, bucket: EliminationBucket, choices: dict[int, int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """How much f rises with each choice of the bucket's variable."""
         total: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
         for factor in bucket.factors:

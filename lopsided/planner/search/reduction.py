@@ -28,7 +28,7 @@ from lopsided.planner.search.problem import Factor, Problem, Table
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class EliminationBucket:
     """One variable at the moment it was folded away: the tables it stood in, and what they became."""
 
     variable: int
@@ -44,7 +44,7 @@ class Bucket:
 class Reduction:
     """The buckets in the order they were folded, and the bound of the whole problem."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[EliminationBucket, ...]
     bound: float
     entries: int  # of tables computed
     remembered: int  # folds that had been done before
@@ -97,7 +97,7 @@ def reduce_problem(
     queue = [(entries_of(v), v) for v in range(len(sizes))]
     heapq.heapify(queue)
     done = [False] * len(sizes)
-    buckets: list[Bucket] = []
+    buckets: list[EliminationBucket] = []
     entries = remembered = 0
     while queue:
         size, v = heapq.heappop(queue)
@@ -120,7 +120,7 @@ def reduce_problem(
             entries += cost
             remembered += known
             folded.append(made)
-        buckets.append(Bucket(v, factors, tuple(folded)))
+        buckets.append(EliminationBucket(v, factors, tuple(folded)))
         near = neighbours[v]
         for w in near:
             neighbours[w].discard(v)

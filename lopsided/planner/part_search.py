@@ -1,0 +1,216 @@
+"""Search and balance in turn on one part of a cluster, from several shares to begin with.
+
+In: a `CandidatePool` and the devices to use. Out: candidates, which the pool keeps.
+
+    fitting     one search and one balance; where memory is short, at the lowest price of memory at which all fits
+    improve     the same in turn: the search proposes a program for given shares, the balance shares for that program
+
+The one idea: what is learned on the way (what computation hides, what a byte is worth, how much to send at a time)
+belongs to the part. So what is found for some devices is the same whether they are all there is or a part of more, and
+a cluster is never planned worse than a part of it that is tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lopsided.cluster.cluster import Cluster
+from lopsided.ir.placement import Shares
+from lopsided.ir.program import one_device
+from lopsided.planner.ablation import OVERLAP
+from lopsided.planner.candidates import Candidate, Learned, memory_limits
+from lopsided.planner.proposals import CandidatePool
+from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden
+
+_ROUNDS = 2  # of search and balance in turn, after the first from a seed
+_CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
+_HALVINGS = 3  # of what lies between them
+_ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
+_FAR = 1.3  # times the best step: a part whose first candidate takes longer is left at that
+_CLOSE = 1.1  # times the best step: a part whose first seed led to more has no others
+
+Turns = dict[tuple[Shares, Hidden], Candidate]  # what a turn of search and balance came to, by what it began with
+
+
+class PartSearch:
+    """The search on one part, with what it has learned there."""
+
+    def __init__(self, pool: CandidatePool, on: Cluster, learned: Learned | None = None) -> None:
+        self.pool, self.on = pool, on
+        if learned is None:
+            learned = Learned(NOTHING_HIDDEN if OVERLAP in pool.without else None, bucket_bytes=pool.bucket_on(on))
+        self.hidden, self.bucket_bytes = learned.hidden, learned.bucket_bytes
+        self.memory_price, self.regather = learned.memory_price, learned.regather
+        self._known: dict[bool, list[tuple[Candidate, bool]]] = {}  # what searches came to
+        self._turns: Turns = {}
+        self._said: list[str] = []
+
+    @property
+    def learned(self) -> Learned:
+        return Learned(self.hidden, self.memory_price, self.regather, self.bucket_bytes)
+
+    def improve(self) -> None:
+        """Search and balance in turn, until that helps no more."""
+        shown = " + ".join(f"{kind.devices} {kind.name}" for kind in self.on.kinds)
+        for number, (seed, shares) in enumerate(self._seeds()):
+            self._said = []
+            best = self._from_seed(f"from {seed}", shares)
+            self.pool.log.append(f"{shown} from {seed}: {', '.join(self._said)}")
+            if number == 0 and self.on.devices > 1 and not self._is_far(best):
+                list(self.pool.plain_balanced(self.on))
+            if best is None or self.memory_price or self._is_far(best, _CLOSE):
+                break
+        self.pool.learned[self.on.fingerprint] = self.learned
+
+    def _is_far(self, candidate: Candidate | None, times: float = _FAR) -> bool:
+        best = self.pool.best
+        return candidate is not None and best is not None and candidate.step_s > times * best.step_s
+
+    def _from_seed(self, name: str, shares: Shares) -> Candidate | None:
+        best = self._first_turn(name, shares)
+        for _ in range(_ROUNDS):
+            if best is None or self._is_far(best) or _are_alike(best.shares, shares):
+                break
+            again = self._turn(name, best.shares, self.hidden or NOTHING_HIDDEN)
+            if again is None or not again.beats(best):
+                break
+            best = again
+        return best
+
+    def _first_turn(self, name: str, shares: Shares) -> Candidate | None:
+        """What is hidden is not a sum and so has no price. The first time four estimates are tried: nothing is hidden,
+        gathering ahead of use is, all is, or as much as the work would cover. The best is kept for later."""
+        if self.hidden is not None:
+            return self._turn(name, shares, self.hidden)
+        best: Candidate | None = None
+        for estimate in (*_ESTIMATES, None):
+            hidden = estimate or self._covered(best)
+            if self._is_far(best) or (self.memory_price and estimate not in _ESTIMATES[:2]):
+                # Where memory decides, what is hidden does not.
+                continue
+            if estimate is None and any(max(abs(hidden[k] - e[k]) for k in (0, 1)) < 0.15 for e in _ESTIMATES):
+                continue
+            made = self._turn(name, shares, hidden)
+            if made is None:
+                break
+            if best is None or made.step_s < best.step_s:
+                best, self.hidden = made, hidden
+        return best
+
+    def _turn(self, name: str, shares: Shares, hidden: Hidden) -> Candidate | None:
+        """One search and one balance; None if nothing fits or time is up. Says what came of it."""
+        if (shares, hidden) in self._turns:
+            return self._turns[shares, hidden]
+        if not self.pool.limits.left_s and self.pool.first is not None:
+            self._said.append("out of time")
+            return None
+        made = self.fitting(name, shares, hidden)
+        if made is None:
+            self._said.append("does not fit")
+            self.pool.too_small.append(self.on)
+            return None
+        is_known = any(made is candidate for candidate in self._turns.values())
+        self._said.append(f"{made.step_s * 1e3:.4g} ms{' again' if is_known else ''}")
+        self._turns[shares, hidden] = made
+        return made
+
+    def fitting(self, name: str, shares: Shares, hidden: Hidden) -> Candidate | None:
+        """One search and one balance. Where memory is short, at the lowest price for holding bytes at which all fits.
+
+        That price, once found, is where the next search begins.
+        """
+        if self.on.devices == 1:
+            # Every program comes to the same there; the plainest is taken.
+            proof = self.pool.search(self.on, shares)
+            alone = self.pool.judge("single", self.on, one_device(self.pool.graph), Shares((1.0,)), False, proof)
+            return alone if alone.fits else None
+        made, short = self._found(name, shares, hidden, self.memory_price, self.regather)
+        if made.fits and (self.memory_price or not short):
+            return made
+        if self._is_far(made, _CLOSE):
+            # What fits takes longer than what does not.
+            return made
+        best = made if made.fits else None
+        for regather in (False, True):
+            # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
+            least, _ = self._found(name, shares, hidden, _DEAREST, regather)
+            if least.fits:
+                found = self._cheapest_that_fits(least, shares, hidden, natural=best is not None)
+                return found if best is None or found.beats(best) else best
+        return best
+
+    def _cheapest_that_fits(self, least: Candidate, shares: Shares, hidden: Hidden, natural: bool) -> Candidate:
+        """Between a price of memory at which all fits and none: halved, in powers, a few times.
+
+        With any shares, or, where that is so without a price, with those that suit the work (`natural`).
+        """
+        best, low, high = least, math.log(self.memory_price or _CHEAPEST), math.log(_DEAREST)
+        for _ in range(_HALVINGS):
+            if not self.pool.limits.left_s:
+                break
+            middle = (low + high) / 2
+            made, short = self._found(least.name, shares, hidden, math.exp(middle), least.regather)
+            if made.beats(best):
+                best = made
+            if short if natural else not made.fits:
+                low = middle
+            else:
+                high = middle
+        self.memory_price, self.regather = math.exp(high), least.regather
+        return best
+
+    def _found(
+        self, name: str, shares: Shares, hidden: Hidden, memory_price: float, regather: bool
+    ) -> tuple[Candidate, bool]:
+        """One search at a price of memory and the best shares for what it finds; and whether memory is short of that.
+
+        Short it is also where shares can be found that fit: they are then not the fastest.
+        """
+        pool, on = self.pool, self.on
+        ideal_s = pool.ideal_s(on)
+        byte_s = tuple(memory_price * ideal_s / limit for limit in memory_limits(on)) if memory_price else ()
+        found = pool.search(on, shares, hidden=hidden, byte_s=byte_s, regather=regather)
+        known = self._known.setdefault(regather, [])
+        for made, short in known:
+            if made.program == found.program:
+                return made, short
+        as_is = pool.judge(name, on, found.program, shares, regather, found, bucket_bytes=self.bucket_bytes)
+        balanced = pool.balanced(
+            name, on, found.program, shares, regather, found, bucket_bytes=self.bucket_bytes, polish=not as_is.fits
+        )
+        both = [as_is, balanced] if balanced else [as_is]
+        best = min(both, key=lambda candidate: (not candidate.fits, candidate.step_s))
+        known.append((best, not as_is.fits))
+        return known[-1]
+
+    def _covered(self, candidate: Candidate | None) -> Hidden:
+        """What computation like this candidate's would cover if all parameters were gathered, and all synchronised."""
+        if candidate is None:
+            return NOTHING_HIDDEN
+        network = self.pool.costs(candidate.on).network
+        size = sum(leaf.value.bytes for leaf in self.pool.graph.parameters if leaf.value.grad)
+        gathering, summing = (network.best(c, size).seconds(size) for c in ("all_gather", "all_reduce"))
+        # The backward pass computes twice what the forward pass does.
+        forward_s = candidate.timeline.critical.compute_s / 3
+        return Hidden(
+            min(forward_s / gathering, 1.0) if gathering else 0.0,
+            min(2 * forward_s / summing, 1.0) if summing else 0.0,
+        )
+
+    def _seeds(self) -> Iterator[tuple[str, Shares]]:
+        pool, on = self.pool, self.on
+        seeds = [("shares by speed", pool.by_speed(on))]
+        if len(on.kinds) > 1:
+            seeds += [("equal shares", pool.equal(on)), ("shares by memory", pool.by_memory(on))]
+        seen: list[tuple[float, ...]] = []
+        for name, shares in seeds:
+            if not any(max(abs(a - b) for a, b in zip(shares, s, strict=True)) < 1e-9 for s in seen):
+                seen.append(shares.work)
+                yield name, shares
+
+
+def _are_alike(shares: Shares, others: Shares) -> bool:
+    """Whether a search with one would find what it finds with the other."""
+    names = {name for name, _ in (*shares.named, *others.named)}
+    return all(abs(a - b) < 1e-9 for by in ("", *names) for a, b in zip(shares.of(by), others.of(by), strict=True))
