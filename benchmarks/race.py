@@ -9,7 +9,7 @@ In: a folder with subjects.json, to try with MODEL-rival-NUMBER.json, plans, and
 every rank MODEL-rank-RANK.json, what it saw. Started by `proof.py`.
 
     profile   at the lab's speeds: `take_measurement`, all hosts at once
-    try       at the lab's speeds: `runtime.rivals.quickest`, as `parallelize(tries=...)` does it
+    try       at the lab's speeds: `runtime.autotune.quickest`, as `parallelize(tries=...)` does it
     race      all contestants are set up in the same processes, at full speed; then hosts get their shares,
               everyone warms up, and rounds follow in which each trains some steps, in an order shuffled anew; the
               first step of each in a round does not count

@@ -1,6 +1,6 @@
 """Lopsided trains an ordinary PyTorch model on devices that are not alike.
 
-The line, each room importing only from rooms before it (docs/index.md):
+The line, each package importing only from packages before it (docs/index.md):
 
     capture(model, batch) → Graph → derive_rules → RuleBook → search → Program → balance → Shares → Plan
                                                                  └─▶ simulate → loss and gradients
