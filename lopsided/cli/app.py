@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Annotated, Any, NoReturn
 
@@ -195,8 +195,11 @@ def rules_command(
 ) -> None:
     """Validate the table of rules on real kernels: wrong rules, and valid rules it does not derive."""
     ops = _ops_named(op)
-    if line:
-        _try_line(op, ops, line)
+    with _with_line(op, ops, line) if line else nullcontext():
+        _validate_ops(op, ops, listing=listing, as_json=as_json)
+
+
+def _validate_ops(op: str, ops: list[str], *, listing: bool, as_json: bool) -> None:
     if listing:
         for name in ops:
             described = describe_call(as_call(samples_of(name)[0])[0])
@@ -216,15 +219,23 @@ def rules_command(
     raise typer.Exit(1 if wrong else 0)
 
 
-def _try_line(op: str, ops: list[str], line: str) -> None:
-    """For this run, the table has another line for the op."""
+@contextmanager
+def _with_line(op: str, ops: list[str], line: str) -> Iterator[None]:
+    """In here, the table has another line for the op."""
     if not op:
         raise NotationError("--line needs an op to try it on", where="--line", do="name it with --op")
     parse_line(line)
+    before = dict(TABLE)
     for name in ops:
         entry = describe(samples_of(name)[0].op)
         TABLE[name] = Op(line) if entry is None else replace(entry, line=line, talks=None)
     describe.cache_clear()
+    try:
+        yield
+    finally:
+        TABLE.clear()
+        TABLE.update(before)
+        describe.cache_clear()
 
 
 def _ops_named(op: str) -> list[str]:

@@ -114,9 +114,10 @@ class _Compiler:
         self.targets = {leaf.value.name: leaf.target for leaf in self.program.graph.parameters}
         self.stored = dict(self.program.leaves)
         self.slots: dict[tuple[str, Placement], int] = {}
+        last = len(schedule.backward) - len(list(itertools.takewhile(_is_reduce, reversed(schedule.backward))))
         self.buckets = {
-            item.id: GradientBucket(item.id, item.collective, item.members)
-            for item in schedule.backward
+            item.id: GradientBucket(item.id, item.collective, item.members, k, at_end=k >= last)
+            for k, item in enumerate(schedule.backward)
             if isinstance(item, ReduceBucket)
         }
         self.freed: list[int] = []  # copies that are gathered again for some node's backward pass
@@ -281,6 +282,10 @@ class _Compiler:
         for (_, name), chain in zip(self.program.graph.updates, self.program.updates, strict=True):
             ends |= {self.slots[name, p] for p in (chain[0], chain[-1])}
         return ends
+
+
+def _is_reduce(item: Item) -> bool:
+    return isinstance(item, ReduceBucket)
 
 
 def _needed_after(made: Sequence[Instruction]) -> list[set[int]]:

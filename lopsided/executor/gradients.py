@@ -11,7 +11,7 @@ returns.
 
 The schedule says which gradients travel together. Autograd runs the functions of a graph in exactly the reverse order
 of their making, so they arrive in the order of the schedule on every device, and a bucket is sent when all of it is
-there.
+there. What does not fill a bucket is sent at the end.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class GradientBucket:
     id: str
     collective: str
     members: tuple[str, ...]  # ids of the redistributions that give to it
+    number: int  # in the order in which they are sent
+    at_end: bool  # it is sent when the backward pass is over, and not as soon as all of it is there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +112,7 @@ class Gradients:
         if synced.id in given:  # a graph that was kept runs backward twice before anything is finished
             gradient = given[synced.id][1] + gradient
         given[synced.id] = (synced, gradient)
-        if len(given) == len(synced.bucket.members):
+        if len(given) == len(synced.bucket.members) and not synced.bucket.at_end:
             self._send(synced.bucket, self._filling.pop(synced.bucket))
 
     def _send(self, bucket: GradientBucket, given: dict[str, tuple[Synced, Tensor]]) -> None:
@@ -153,8 +155,8 @@ class Gradients:
             self._drop_zeroed()
             for synced in list(self._kept):
                 self._put(synced, self._kept.pop(synced))
-        for bucket, given in self._filling.items():
-            self._send(bucket, given)
+        for bucket in sorted(self._filling, key=lambda bucket: bucket.number):
+            self._send(bucket, self._filling[bucket])
         self._filling = {}
         while self._sent:
             self._hand_out(*self._sent.pop(0))

@@ -16,8 +16,8 @@ What goes between a stored parameter and its copies travels in buckets (`Buckets
     parted.
                           `prefetch` buckets exist at once: the next starts when the first of the one before it is taken
     gathered, backward    the same: copies that `regather` has freed, and those of checkpointed regions
-    gradients             in the order in which they are complete; a bucket is sent with its last member, when it has
-                          `bucket_bytes` or nothing more is to come
+    gradients             in the order in which they are complete; a bucket is sent when it has `bucket_bytes`, and
+                          what is left at the end
 
 A bucket holds one dtype and one collective, because it is one buffer. What changes the placement of anything else, or
 of a copy that was redistributed before, is waited for by all.
@@ -243,8 +243,8 @@ class Buckets:
         coming = self._gathered(items)
         named = {member: bucket.id for group in coming for bucket in group for member in bucket.members}
         number = {member: k for k, group in enumerate(coming) for bucket in group for member in bucket.members}
-        full = self._reduced(items)
-        named |= {member: bucket.id for bucket in full.values() for member in bucket.members}
+        full, rest = self._reduced(items)
+        named |= {member: bucket.id for bucket in (*full.values(), *rest) for member in bucket.members}
         done: list[Item] = []
         started = 0
 
@@ -265,13 +265,12 @@ class Buckets:
             done.append(replace(item, bucket=named[item.id]))
             if item.id in full:
                 done.append(full[item.id])
-        return done
+        return [*done, *rest]
 
-    def _reduced(self, items: Iterable[Item]) -> dict[str, ReduceBucket]:
-        """The buckets of gradients, each by its last member, after which it is sent."""
+    def _reduced(self, items: Iterable[Item]) -> tuple[dict[str, ReduceBucket], list[ReduceBucket]]:
+        """The buckets of gradients that fill up, each by its last member, after which it is sent, and the others."""
         filling: dict[tuple[str, str], list[Redistribute]] = {}
         full: list[list[Redistribute]] = []
-        order: dict[str, int] = {}
         for item in items:
             if (
                 isinstance(item, Redistribute)
@@ -279,16 +278,15 @@ class Buckets:
                 and item.transfer is not None
                 and item.phase == "backward"
             ):
-                order[item.id] = len(order)
                 members = filling.setdefault((item.transfer.collective, item.transfer.dtype), [])
                 members.append(item)
                 if _size(members) >= self.decisions.bucket_bytes:
                     full.append(filling.pop((item.transfer.collective, item.transfer.dtype)))
-        full += filling.values()
-        return {
-            members[-1].id: _bucket(ReduceBucket, f"reduce.{next(self.reduces)}", members, self.decisions.overlap)
-            for members in sorted(full, key=lambda members: order[members[-1].id])
-        }
+        sent = {members[-1].id: self._reduce_bucket(members) for members in full}
+        return sent, [self._reduce_bucket(members) for members in filling.values()]
+
+    def _reduce_bucket(self, members: Sequence[Redistribute]) -> ReduceBucket:
+        return _bucket(ReduceBucket, f"reduce.{next(self.reduces)}", members, self.decisions.overlap)
 
     def _gathered(self, items: Iterable[Item]) -> list[list[GatherBucket]]:
         """What is gathered together: for each group of consumers a bucket of every collective and dtype."""

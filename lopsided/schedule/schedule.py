@@ -142,7 +142,7 @@ class GatherBucket(Bucket):
 
 @dataclass(frozen=True, slots=True)
 class ReduceBucket(Bucket):
-    """Is sent here: its last member has just been given."""
+    """Is sent here: its last member has just been given, or nothing more is to come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ programs} × {one dtype, mixed dtypes}: kind, algorithm, bytes, members, hidden 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from lopsided.planner.planner import plan_graph
 from lopsided.planner.search import search
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Scale
-from lopsided.schedule.schedule import Bucket, Exchange, Redistribute, Schedule
+from lopsided.schedule.schedule import Bucket, Exchange, GatherBucket, Redistribute, ReduceBucket, Schedule
 from lopsided.verification.random_programs import random_program
 from tests.support.jobs import Run, cluster_of, parsed, prices_of, run_of
 
@@ -165,6 +166,9 @@ def _listen(patch: pytest.MonkeyPatch, log: list[tuple[str, object]]) -> None:
     def runs(self: RunNode, slots, this):  # type: ignore[no-untyped-def]
         log.append(("runs", self.node.name))
         run_node(self, slots, this)
+        for result in (slots[slot] for slot in self.results):
+            if result.requires_grad:
+                result.register_hook(lambda _: log.append(("runs", f"∂{self.node.name}")))
 
     patch.setattr(Communicator, "_begin", begins)
     patch.setattr(Handle, "wait", waits)
@@ -206,10 +210,7 @@ def expected(plan: Plan, schedule: Schedule) -> tuple[list[Issued], list[Issued]
 
 
 def plain(found: Sequence[Issued]) -> list[Issued]:
-    """Exchanges inside a node are told by their node; what a region runs again by what it ran before.
-
-    The last buckets of a pass are waited for right away, because nothing is left to compute: that is no news.
-    """
+    """Exchanges inside a node are told by their node; what a region runs again by what it ran before."""
     return [replace(one, item=one.item.partition(" #")[0].removesuffix(" again")) for one in found]
 
 
@@ -217,10 +218,11 @@ def differences(spec: str, name: str, crew: WorkerPool) -> list[str]:
     run = run_named(spec, name)
     plan = replace(parsed(run), bucket_bytes=BUCKET)
     wanted = [plain(one) for one in expected(plan, plan.schedule)]
+    at_once = needed_at_once(plan.schedule)
     found: list[str] = []
     for rank, passes in enumerate(crew.run(issued, run)):
         for what, want, got in zip(("forward", "backward"), wanted, map(plain, passes), strict=True):
-            got = [one if one.hides or not _is_bucket(one) else replace(one, hides=True) for one in got]
+            got = [replace(one, hides=True) if one.item in at_once else one for one in got]
             if want != got:
                 k = next(k for k, (a, b) in enumerate(zip([*want, None], [*got, None], strict=False)) if a != b)
                 near = f"{want[k - 1 : k + 2]} != {got[k - 1 : k + 2]}"
@@ -228,8 +230,13 @@ def differences(spec: str, name: str, crew: WorkerPool) -> list[str]:
     return found
 
 
-def _is_bucket(one: Issued) -> bool:
-    return one.item.startswith(("gather.", "reduce."))
+def needed_at_once(schedule: Schedule) -> set[str]:
+    """Buckets behind which nothing is computed: they are taken right away, or end the backward pass."""
+    found = {item.id for item in itertools.takewhile(lambda i: isinstance(i, ReduceBucket), schedule.backward[::-1])}
+    for item, after in itertools.pairwise(schedule.passes):
+        if isinstance(item, GatherBucket) and isinstance(after, Redistribute) and after.bucket == item.id:
+            found.add(item.id)
+    return found
 
 
 CASES = [(model, name, dtypes) for model in zoo.SMALL for name in PROGRAMS for dtypes in ("one", "mixed")]

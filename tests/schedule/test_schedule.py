@@ -66,8 +66,8 @@ backward
   back relu
   back linear
   give ∂up_weight P→S0 by reduce.0
-  reduce.0 = reduce_scatter f32 ∂down_weight P→S0, ∂up_weight P→S0
   give ∂up_bias P→I by reduce.1
+  reduce.0 = reduce_scatter f32 ∂down_weight P→S0, ∂up_weight P→S0
   reduce.1 = all_reduce f32 ∂down_bias P→I, ∂up_bias P→I
 update
   update up_weight S0
