@@ -52,14 +52,14 @@ from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, RulePrices, Sav
 from lopsided.planner.segments import found_segments
 from lopsided.schedule.cost import Costs, Optimizer, Scale
 from lopsided.schedule.critical_path import FoldedStep
-from lopsided.schedule.lower import lower
+from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.memory import Holding, bytes_per_kind, check_fits, holdings
 from lopsided.schedule.pricing import PricedStep, price
 from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Schedule
 from lopsided.schedule.timeline import run
 
 _PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut
-_REMEMBERED = 8  # programs laid out
+_REMEMBERED = 24  # programs laid out
 _BUCKETS = tuple(size * 2**20 for size in (16, 8, 4, 2, 1))  # beside what everyone sends at a time
 _NEAR = 1.25  # times the best predicted step: what is further off is not worth a try
 _CLOSE = 1.02  # times the best predicted step: what may still become the best
@@ -111,6 +111,7 @@ class CandidatePool:
         self._laid: dict[tuple[str, int, bool, int], LoweredCandidate] = {}
         self._lowered: dict[tuple[int, bool, int], Schedule] = {}
         self._held: dict[tuple[int, bool, int, int], tuple[Program, tuple[Holding, ...]]] = {}
+        self._found: list[Program] = []  # the last few
         self._working: dict[str, np.ndarray] = {}
         self._saved: Saves = {}
         self._at: dict[tuple[str, Shares], AtShares] = {}
@@ -172,9 +173,7 @@ class CandidatePool:
         # The step that works with most is that of the device with the largest share.
         fewest = max(round(1 / max(self.by_speed(on))), 1)
         # Neither depends on the cluster, so parts of it share them.
-        schedule = _remembered(
-            self._lowered, (id(program), regather, bucket_bytes), lambda: self._lower(program, regather, bucket_bytes)
-        )
+        schedule = self._lower(program, regather, bucket_bytes)
         held = _remembered(
             self._held,
             (id(program), regather, bucket_bytes, fewest),
@@ -183,11 +182,25 @@ class CandidatePool:
         return _remembered(
             self._laid,
             (on.fingerprint, id(program), regather, bucket_bytes),
-            lambda: LoweredCandidate(program, price(schedule, self.costs(on)), held, stored_in(program)),
+            lambda: LoweredCandidate(program, self._price(on, schedule), held, stored_in(program)),
         )
 
     def _lower(self, program: Program, regather: bool, bucket_bytes: int) -> Schedule:
-        return lower(program, Decisions(bucket_bytes, regather=regather, overlap=OVERLAP not in self.without))
+        """A program is lowered once, and its buckets are filled anew for every size of them."""
+
+        def make() -> Schedule:
+            if bucket_bytes != BUCKET_BYTES:
+                return rebucketed(self._lower(program, regather, BUCKET_BYTES), bucket_bytes)
+            return lower(program, Decisions(regather=regather, overlap=OVERLAP not in self.without))
+
+        return _remembered(self._lowered, (id(program), regather, bucket_bytes), make)
+
+    def _price(self, on: Cluster, schedule: Schedule) -> PricedStep:
+        """What is computed costs the same with all sizes of buckets."""
+        key = (on.fingerprint, id(schedule.program), schedule.decisions.regather, BUCKET_BYTES)
+        if key in self._laid:
+            return PricedStep(schedule, self._laid[key].priced.computed)
+        return price(schedule, self.costs(on))
 
     def equal(self, on: Cluster) -> Shares:
         return self._by(on, [1.0 for _ in on.kinds])
@@ -307,12 +320,20 @@ class CandidatePool:
             time_limit_s=self.limits.left_s,
             progress=self.progress,
         )
+        found = replace(found, program=self._the_same(found.program))
         self.searches += 1
         self.states += found.states
         if allowed is None and self.first is None:
             self.first = found
         self.progress(Progress(self.states, found.cost_s, found.bound_s, time.perf_counter() - self.started))
         return found
+
+    def _the_same(self, program: Program) -> Program:
+        """A program that other searches found too, on whatever devices, is lowered once."""
+        known = next((one for one in self._found if one == program), None)
+        if known is None:
+            self._found = [program, *self._found[: _REMEMBERED - 1]]
+        return known or program
 
     def balanced(
         self,
@@ -411,17 +432,18 @@ class CandidatePool:
             return candidate.bucket_bytes
         laid = self.laid_out(candidate.on, candidate.program, candidate.regather, candidate.bucket_bytes)
         network, scale = self.costs(candidate.on).network, Scale(candidate.on, candidate.shares)
-        steps = {size: run(self._rebucketed(laid, size), network, scale).step_s for size in _BUCKETS}
+        steps: dict[int, float] = {}
+        last, last_s = laid.priced.schedule, candidate.step_s
+        for size in _BUCKETS:
+            again = rebucketed(last, size)
+            if (again.forward, again.backward) != (last.forward, last.backward):
+                # What is computed costs what it did.
+                last, last_s = again, run(PricedStep(again, laid.priced.computed), network, scale).step_s
+            steps[size] = last_s
         best_s = min(*steps.values(), candidate.step_s)
         if candidate.step_s * BETTER <= best_s:
             return candidate.bucket_bytes
         return next(size for size, step_s in steps.items() if step_s * BETTER <= best_s)
-
-    def _rebucketed(self, laid: LoweredCandidate, bucket_bytes: int) -> PricedStep:
-        """The same step with other buckets: what is computed costs what it did."""
-        before = laid.priced.schedule
-        again = lower(laid.program, replace(before.decisions, bucket_bytes=bucket_bytes))
-        return PricedStep(again, laid.priced.computed)
 
     def rebucketed(self, candidate: Candidate) -> None:
         """The same pair, sent in what suits it best."""

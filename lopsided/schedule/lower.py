@@ -35,6 +35,7 @@ from lopsided.ir.program import Chain, Program, Step
 from lopsided.ir.recompute import reruns
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.schedule import (
+    Bucket,
     Compute,
     Decisions,
     Exchange,
@@ -61,6 +62,20 @@ IN_A_BUCKET = "?"
 def lower(program: Program, decisions: Decisions | None = None) -> Schedule:
     """What every device does in a step of this program."""
     return _Lowering(program, decisions or Decisions()).schedule()
+
+
+def rebucketed(schedule: Schedule, bucket_bytes: int) -> Schedule:
+    """The same step with other buckets: what `lower` makes with them, without lowering anew.
+
+    What is computed, redistributed and packed does not depend on buckets, nor does the order of it.
+    """
+    decisions = replace(schedule.decisions, bucket_bytes=bucket_bytes)
+    buckets = Buckets(decisions)
+    forward, backward = (
+        tuple(buckets.filled([item for item in items if not isinstance(item, Bucket)]))
+        for items in (schedule.forward, schedule.backward)
+    )
+    return Schedule(schedule.program, decisions, forward, backward, schedule.update)
 
 
 @dataclass(slots=True)
@@ -262,7 +277,8 @@ class Buckets:
                 continue
             if item.id in number:
                 start(number[item.id] + (self.decisions.prefetch if self.decisions.overlap else 1))
-            done.append(replace(item, bucket=named[item.id]))
+            bucket = named[item.id]
+            done.append(item if item.bucket == bucket else replace(item, bucket=bucket))
             if item.id in full:
                 done.append(full[item.id])
         return [*done, *rest]
@@ -270,6 +286,7 @@ class Buckets:
     def _reduced(self, items: Iterable[Item]) -> tuple[dict[str, ReduceBucket], list[ReduceBucket]]:
         """The buckets of gradients that fill up, each by its last member, after which it is sent, and the others."""
         filling: dict[tuple[str, str], list[Redistribute]] = {}
+        sizes: dict[tuple[str, str], int] = {}
         full: list[list[Redistribute]] = []
         for item in items:
             if (
@@ -278,10 +295,12 @@ class Buckets:
                 and item.transfer is not None
                 and item.phase == "backward"
             ):
-                members = filling.setdefault((item.transfer.collective, item.transfer.dtype), [])
-                members.append(item)
-                if _size(members) >= self.decisions.bucket_bytes:
-                    full.append(filling.pop((item.transfer.collective, item.transfer.dtype)))
+                buffer = (item.transfer.collective, item.transfer.dtype)
+                filling.setdefault(buffer, []).append(item)
+                sizes[buffer] = sizes.get(buffer, 0) + item.transfer.whole_bytes
+                if sizes[buffer] >= self.decisions.bucket_bytes:
+                    full.append(filling.pop(buffer))
+                    sizes[buffer] = 0
         sent = {members[-1].id: self._reduce_bucket(members) for members in full}
         return sent, [self._reduce_bucket(members) for members in filling.values()]
 
@@ -292,6 +311,7 @@ class Buckets:
         """What is gathered together: for each group of consumers a bucket of every collective and dtype."""
         groups: list[list[Redistribute]] = []
         wanted: list[Redistribute] = []
+        group_bytes = 0  # of the last group
         for item in items:
             if (
                 isinstance(item, Redistribute)
@@ -301,9 +321,12 @@ class Buckets:
             ):
                 wanted.append(item)
             elif isinstance(item, Compute) and wanted:
-                if not groups or _size(groups[-1]) + _size(wanted) > self.decisions.bucket_bytes:
+                wanted_bytes = _size(wanted)
+                if not groups or group_bytes + wanted_bytes > self.decisions.bucket_bytes:
                     groups.append([])
+                    group_bytes = 0
                 groups[-1] += wanted
+                group_bytes += wanted_bytes
                 wanted = []
         if wanted:
             groups.append(wanted)

@@ -20,8 +20,9 @@ from lopsided.ir.program import Program, parse_program
 from lopsided.ir.rule_book import RuleBook
 from lopsided.models import zoo
 from lopsided.schedule.cost import FREE, Costs, Transfer, conversion, optimizer_named
+from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.pricing import Computed
-from lopsided.schedule.schedule import Redistribute, transposed
+from lopsided.schedule.schedule import Decisions, Redistribute, transposed
 from lopsided.verification.random_programs import random_program
 from tests.support import ROOT
 from tests.support.clusters import cluster, kind
@@ -199,6 +200,18 @@ def sorted_by_graph(program: Program, schedule: Flat) -> bool:
     there = [order[item.node] for item in schedule.forward if isinstance(item, Computed)]
     back = [order[item.node] for item in schedule.backward if isinstance(item, Computed)]
     return there == sorted(there) and back == sorted(back, reverse=True)
+
+
+@given(seed=st.integers(0, 2**32), regather=st.booleans(), overlap=st.booleans())
+def test_other_buckets_are_filled_as_if_lowered_with_them(
+    book: RuleBook, seed: int, regather: bool, overlap: bool
+) -> None:
+    program = random_program(book, random.Random(seed))
+    schedule = lower(program, Decisions(regather=regather, overlap=overlap))
+    for bucket_bytes in (2**20, 4096, 256, 1):
+        decisions = replace(schedule.decisions, bucket_bytes=bucket_bytes)
+        schedule = rebucketed(schedule, bucket_bytes)
+        assert schedule == lower(program, decisions)
 
 
 def test_what_lies_around_ops_and_conversions_is_charged_where_it_was_measured(graph: Graph) -> None:
