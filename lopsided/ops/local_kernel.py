@@ -72,7 +72,9 @@ class LocalKernel:
             return self._nothing
         if _draws(self.call):
             return self._drawing()
-        if implementation is Local.run or (_is_whole(self.rule) and "empty" not in node.op):
+        # Torch's own losses are wrong going backward where an operand is broadcast; their implementation here is not.
+        alike = len({*self.call.shapes}) == 1
+        if implementation is Local.run or (_is_whole(self.rule) and "empty" not in node.op and alike):
             return prepared_call(node, self.device)
         if implementation in (to_local_shape, expand_to_local_shape):
             # Most of what has an implementation of its own: all that it needs is known.
