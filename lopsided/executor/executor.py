@@ -39,6 +39,7 @@ from lopsided.ir.graph import Context
 from lopsided.ir.op_call import surroundings
 from lopsided.ir.placement import Placement
 from lopsided.ops.op import Call
+from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.schedule import (
     Compute,
     GatherBucket,
@@ -47,7 +48,6 @@ from lopsided.schedule.schedule import (
     ReduceBucket,
     Schedule,
     nodes_of,
-    transposed,
 )
 
 
@@ -170,7 +170,7 @@ class _Compiler:
 
     def _convert(self, item: Redistribute) -> Convert:
         at, into = self.slots[item.value, item.source], self.slot(item.value, item.to)
-        back = f"∂{item.value} {transposed(item.to)}→{transposed(item.source)}"
+        back = f"∂{item.value} {cotangent(item.to)}→{cotangent(item.source)}"
         shape, way, what = self.values[item.value].shape, (item.source, item.to), f"%{item.id}"
         labels = Label(what, item.id), Label(what, f"{item.id} again"), Label(f"gradient of {what}", back)
         return Convert(self.exchange, at, into, way, shape, *labels)
@@ -188,7 +188,7 @@ class _Compiler:
 
     def _synced(self, item: Redistribute) -> Synced | None:
         """How the gradient of a copy comes home, if it travels."""
-        source, to = transposed(item.to), transposed(item.source)
+        source, to = cotangent(item.to), cotangent(item.source)
         given = self.schedule.items.get(f"∂{item.value} {source}→{to}")
         if not isinstance(given, Redistribute) or not given.bucket:
             return None

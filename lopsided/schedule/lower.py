@@ -33,6 +33,7 @@ from typing import TypeVar
 from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program, Step
 from lopsided.ir.recompute import reruns
+from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.schedule import (
     Bucket,
@@ -49,7 +50,6 @@ from lopsided.schedule.schedule import (
     compute_id,
     counted,
     exchange,
-    transposed,
 )
 
 _Copy = tuple[str, Placement]
@@ -171,7 +171,7 @@ class _Lowering:
     def _transpose(self, item: Redistribute) -> Iterator[Redistribute]:
         _, transfer = conversion(self.program.graph.values[item.value], item.source, item.to)
         if transfer is not None and (item.value, item.to) in self.reached:
-            source, to = transposed(item.to), transposed(item.source)
+            source, to = cotangent(item.to), cotangent(item.source)
             bucket = IN_A_BUCKET if self._is_stored(item.value, item.source) else ""
             yield Redistribute(f"∂{item.value} {source}→{to}", item.value, source, to, "backward", transfer, bucket)
 

@@ -39,6 +39,7 @@ from lopsided.errors import ProgramError
 from lopsided.ir.placement import Placement, parse_placement
 from lopsided.ir.program import Program, Step
 from lopsided.ir.recompute import reruns
+from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 
 Phase = Literal["forward", "again", "backward"]
@@ -355,10 +356,10 @@ class _Parser:
         return exchange(step, phase, number, sent[number])
 
     def _redistribute(self, match: re.Match[str], where: str) -> Redistribute:
-        name, cotangent, again = match[3], bool(match[2]), bool(match[6])
+        name, is_cotangent, again = match[3], bool(match[2]), bool(match[6])
         self._known(name, where)
         source, to = _placement(match[4], where), _placement(match[5], where)
-        phase: Phase = "backward" if cotangent else "again" if again else "forward"
+        phase: Phase = "backward" if is_cotangent else "again" if again else "forward"
         transfer = sent_as(self.program, name, source, to, phase)
         return Redistribute(match[1], name, source, to, phase, transfer, match[7] or "")
 
@@ -437,14 +438,7 @@ def sent_as(program: Program, name: str, source: Placement, to: Placement, phase
     if phase != "backward":
         return conversion(value, source, to)[0]
     # The cotangent of the cotangent is the value: the transpose of this redistribution is the one it undoes.
-    return conversion(value, transposed(to), transposed(source))[1]
-
-
-def transposed(placement: Placement) -> Placement:
-    return _TRANSPOSED.get(placement.kind, placement)
-
-
-_TRANSPOSED = {"I": Placement("I"), "R": Placement("P"), "P": Placement("R")}
+    return conversion(value, cotangent(to), cotangent(source))[1]
 
 
 def conversions_of(program: Program) -> dict[str, int]:

@@ -19,10 +19,11 @@ from lopsided.ir.placement import I, P, R, S
 from lopsided.ir.program import Program, parse_program
 from lopsided.ir.rule_book import RuleBook
 from lopsided.models import zoo
+from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import FREE, Costs, Transfer, conversion, optimizer_named
 from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.pricing import Computed
-from lopsided.schedule.schedule import Decisions, Redistribute, transposed
+from lopsided.schedule.schedule import Decisions, Redistribute
 from lopsided.verification.random_programs import random_program
 from tests.support import ROOT
 from tests.support.clusters import cluster, kind
@@ -187,7 +188,7 @@ def test_random_programs_send_what_they_convert(book: RuleBook, seed: int) -> No
     parameters = {leaf.value.name for leaf in book.graph.parameters}
     for item in schedule.priced.schedule.passes:
         if isinstance(item, Redistribute) and item.transfer is not None:
-            one_end = transposed(item.to) if item.phase == "backward" else item.source
+            one_end = cotangent(item.to) if item.phase == "backward" else item.source
             assert bool(item.bucket) == (item.value in parameters and one_end == stored[item.value])
     for transfer in schedule.transfers:
         assert transfer.ahead == (transfer.hides and not transfer.what.startswith("∂"))
