@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lopsided.capturing.capture_graph import flatten_batch
+from lopsided.capturing.call import flatten_batch
 from lopsided.comm.world import World
 from lopsided.ir.dtypes import in_float64
 from lopsided.ir.graph import Graph
