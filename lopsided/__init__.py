@@ -27,7 +27,9 @@ from lopsided.runtime.checkpoint.checkpoint import load as load_checkpoint
 from lopsided.runtime.checkpoint.checkpoint import save as save_checkpoint
 from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
 from lopsided.runtime.norms import clip_grad_norm_
+from lopsided.runtime.outputs import gather
 from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.whole_model import whole
 from lopsided.verification.random_programs import random_program
 from lopsided.verification.simulator import Simulation, simulate
 from lopsided.verification.verifier import Verification, verify
@@ -49,6 +51,7 @@ __all__ = [
     "clip_grad_norm_",
     "derive_rules",
     "full_state_dict",
+    "gather",
     "load_checkpoint",
     "load_cluster",
     "load_full_state_dict",
@@ -64,5 +67,6 @@ __all__ = [
     "shard",
     "simulate",
     "verify",
+    "whole",
 ]
 __version__ = "0.1.0"

@@ -76,6 +76,12 @@ class Returned:
     build: Callable[[Sequence[Any]], Any]
     loss: int | None
 
+    def rebuilt(self, loss: Tensor, parts: Sequence[Tensor], *, has_loss: bool) -> Any:
+        """What the call returns, of these tensors; the loss alone where a loss function made it."""
+        if has_loss and self.loss is None:
+            return loss
+        return self.build([loss if k == self.loss else part for k, part in enumerate(parts)])
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -91,7 +97,8 @@ class Captured:
 def capture_call(
     model: nn.Module, batch: object, *, loss_fn: LossFn | None = None, needs_loss: bool = True
 ) -> Captured:
-    """As `capture`, with everything that the model returns."""
+    """As `capture`, with everything that the model returns. Without a loss, unless it `needs_loss`, the sum of what is
+    returned stands for one."""
     traced = _traced(model, batch, loss_fn, needs_loss=needs_loss)
     graph = record_saved(without_unused(traced.graph))
     whole = without_unused(traced.graph, kept=traced.returned.names)
@@ -206,7 +213,7 @@ class _Step(nn.Module):
 
     def _loss(self, output: object, handed: Handed) -> Tensor | None:
         loss_fn = self._loss_fn[0]
-        if loss_fn is not None and (self._needs_loss or handed.left != Arguments()):
+        if loss_fn is not None:
             made = handed.loss(loss_fn, output)
             the_loss(made)
             return find_loss(made)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,19 @@ from lopsided.schedule.schedule import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a forward pass made: the loss, this device's own term of it, the new value of every buffer that changes,
+    and this device's part of what was asked for besides."""
+
+    loss: Tensor
+    own: Tensor
+    updates: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+
 class Executor:
-    """The instructions of a schedule on one device."""
+    """The instructions of a schedule on one device. `outputs` are values that are handed out, as they are placed."""
 
     def __init__(
         self,
@@ -62,8 +73,9 @@ class Executor:
         random: AnyRandomness,
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
+        outputs: Sequence[str] = (),
     ) -> None:
-        compiler = _Compiler(schedule, exchange, gradients, random, parameters, device)
+        compiler = _Compiler(schedule, exchange, gradients, random, parameters, device, outputs)
         program = schedule.program
         self.schedule, self.exchange, self.random = schedule, exchange, random
         self.instructions = compiler.instructions()
@@ -75,12 +87,13 @@ class Executor:
             (buffer, compiler.slots[name, chain[-1]])
             for (buffer, name), chain in zip(program.graph.updates, program.updates, strict=True)
         )
+        self.outputs = {name: compiler.slots[name, at] for name, at in compiler.placed.items()}
+        self.placed: Mapping[str, Placement] = compiler.placed
         self.context = compiler.context
         self.gathers, self.again = compiler.gathers(schedule.forward), compiler.gathers(schedule.backward)
         self.freed = frozenset(compiler.freed)
 
-    def run(self, leaves: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The loss, the new value of every buffer that changes, and this device's own term of the loss."""
+    def run(self, leaves: Mapping[str, Tensor]) -> Ran:
         slots: Slots = [None] * self.count
         for name, tensor in leaves.items():
             slots[self.leaves[name]] = tensor
@@ -92,7 +105,7 @@ class Executor:
         loss, own = slots[self.loss], slots[self.own_loss].detach()
         if self.again.first and loss.requires_grad:
             loss = BeginBackward.apply(this, loss)  # type: ignore[no-untyped-call]
-        return loss, updates, own
+        return Ran(loss, own, updates, {name: slots[slot] for name, slot in self.outputs.items()})
 
 
 # From a schedule to instructions
@@ -107,6 +120,7 @@ class _Compiler:
         random: AnyRandomness,
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
+        outputs: Sequence[str],
     ) -> None:
         self.schedule, self.program, self.exchange = schedule, schedule.program, exchange
         self.gradients, self.random, self.parameters, self.device = gradients, random, parameters, device
@@ -114,6 +128,10 @@ class _Compiler:
         self.targets = {leaf.value.name: leaf.target for leaf in self.program.graph.parameters}
         self.stored = dict(self.program.leaves)
         self.slots: dict[tuple[str, Placement], int] = {}
+        made = {
+            v.name: at for step in self.program.steps for v, at in zip(step.node.results, step.rule.gives, strict=True)
+        }
+        self.placed = {name: made[name] if name in made else self.stored[name] for name in outputs}
         last = len(schedule.backward) - len(list(itertools.takewhile(_is_reduce, reversed(schedule.backward))))
         self.buckets = {
             item.id: GradientBucket(item.id, item.collective, item.members, k, at_end=k >= last)
@@ -281,7 +299,7 @@ class _Compiler:
         ends = {self.slots[self.program.graph.loss, p] for p in (self.program.loss[0], self.program.loss[-1])}
         for (_, name), chain in zip(self.program.graph.updates, self.program.updates, strict=True):
             ends |= {self.slots[name, p] for p in (chain[0], chain[-1])}
-        return ends
+        return ends | {self.slots[name, at] for name, at in self.placed.items()}
 
 
 def _is_reduce(item: Item) -> bool:

@@ -142,7 +142,7 @@ def stepper(play: Play, wire: Communicator, device: torch.device) -> Callable[[]
     def step() -> None:
         for parameter in parameters.values():
             parameter.grad = None
-        loss, _, _ = steps.run(leaves)
+        loss = steps.run(leaves).loss
         loss.reshape(()).backward()
         gradients.finish()
         wait_for(device)

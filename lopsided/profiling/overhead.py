@@ -79,7 +79,7 @@ def measure_overhead(device: torch.device, lasting_s: float, now: Callable[[], f
     leaves = {names[name]: parameter for name, parameter in parameters.items()} | {names["x"]: x.to(device)}
 
     def interpreted() -> None:
-        loss, _, _ = steps.run(leaves)
+        loss = steps.run(leaves).loss
         loss.backward()
         gradients.finish()
 

@@ -21,15 +21,17 @@ import hashlib
 import itertools
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -40,18 +42,32 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lopsided.capturing.call import in_form_of, named_leaves
 from lopsided.comm.world import World
 from lopsided.errors import BatchError
 from lopsided.ir.graph import Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of, start_of
+from lopsided.runtime.calls import HandedOut
 from lopsided.runtime.parallel import Parallel
 
 _END = object()
+_MANY = 1 << 20
 
 
-def shard(loader: Iterable[Any], pm: Parallel) -> ShardedLoader:
-    """The batches of `loader`, of which this process gets what it needs. `loader` makes global batches."""
-    return ShardedLoader(loader, pm)
+def shard(
+    loader: Iterable[Any],
+    pm: Parallel,
+    *,
+    pad: Mapping[str, float] | None = None,
+    lengths: Sequence[int] = (),
+) -> ShardedLoader:
+    """The batches of `loader`, of which this process gets what it needs. `loader` makes global batches.
+
+    Where samples have different lengths, `pad` names the tensors with a length (their second dim) and what fills them
+    up: `pad={"input_ids": 0, "labels": -100}`. Every batch is then as long as its longest sample on any process, up to
+    the next of a few `lengths` (of the planned length, by default), each of which has a program of its own.
+    """
+    return ShardedLoader(loader, pm, _Padding(pad, lengths, pm) if pad is not None else None)
 
 
 class ShardedLoader:
@@ -61,11 +77,11 @@ class ShardedLoader:
     Random augmentations differ from process to process, as rows do; where all load the same rows they are the same.
     """
 
-    def __init__(self, loader: Iterable[Any], pm: Parallel) -> None:
-        self._rows, self._handed_out = _rows_of(pm), pm.handed_out
+    def __init__(self, loader: Iterable[Any], pm: Parallel, padding: _Padding | None = None) -> None:
+        self._rows, self._handed_out, self._padding = _rows_of(pm), pm.handed_out, padding
         self._source: _Indexed | _Streamed
         if isinstance(loader, DataLoader):
-            self._rows = _check_loader(loader, self._rows)
+            self._rows = _check_loader(loader, self._rows, tells=pm.world.rank == 0)
         if isinstance(loader, DataLoader) and loader.batch_sampler is not None and _by_index(loader):
             self._source = _Indexed(loader, self._rows, pm)
         else:
@@ -83,10 +99,13 @@ class ShardedLoader:
         if not self._goes_on and self.batches:
             self.epoch, self.batches = self.epoch + 1, 0
         self._goes_on = False
-        for batch in self._source.open(_mixed(self.seed, self.epoch), skip=self.batches):
+        for batch, rows in self._source.open(_mixed(self.seed, self.epoch), skip=self.batches):
             self.batches += 1
-            self._handed_out(f"batch {self.batches} of epoch {self.epoch}")
+            if self._padding is not None:
+                batch = self._padding.fill(batch)
+            self._handed_out(HandedOut(f"batch {self.batches} of epoch {self.epoch}", rows))
             yield batch
+        self._handed_out(HandedOut())  # what comes next was not cut here
         self.epoch, self.batches = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
@@ -119,34 +138,48 @@ class ShardedLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows a process needs of a batch: `start` to `stop`, or all where some tensor is not cut in rows."""
+    """The rows a process needs of a batch: its part, cut as `at` says, or all where some tensor is not cut in rows."""
 
-    batch: int  # rows of a global batch; 0 where tensors do not have the same number
-    start: int
-    stop: int
-    all: bool
+    batch: int  # rows of a planned batch; 0 where tensors do not have the same number
+    at: Placement | None  # None: all
+    shares: Shares
+    place: int
     planned: tuple[int, ...]  # the first dims of the batch's tensors
 
     @property
-    def none(self) -> bool:
-        return not self.all and self.start == self.stop
+    def all(self) -> bool:
+        return self.at is None and self.place >= 0
+
+    @property
+    def never(self) -> bool:
+        """Whether this process has no row of any batch."""
+        start, stop = self.part(_MANY * (self.at.unit if self.at is not None else 1))
+        return start == stop
+
+    def fits(self, rows: int) -> bool:
+        return self.at is None or self.at.fits((rows,))
+
+    def part(self, rows: int) -> tuple[int, int]:
+        """From which row to which of a batch with so many."""
+        if self.place < 0:
+            return 0, 0
+        if self.at is None:
+            return 0, rows
+        pieces = pieces_of(self.at, (rows,), self.shares)
+        start = start_of(pieces, self.place) * self.at.unit
+        return start, start + pieces[self.place] * self.at.unit
 
 
 def _rows_of(pm: Parallel) -> _Rows:
     shapes = [leaf.value.shape for leaf, _ in pm.inputs.values()]
     planned = tuple(sorted({shape[0] for shape in shapes if shape}))
     batch = planned[0] if len(planned) == 1 else 0
-    place = pm.world.place
-    if place < 0:
-        return _Rows(batch, 0, 0, False, planned)
     # What a collate function makes of some rows is only known to be right where it is rows itself. Anything else, a
     # mask or a count, may depend on all of them.
     cuts = {_rows_per_process(leaf, at, pm.shares) for leaf, at in pm.inputs.values()}
-    pieces = cuts.pop() if len(cuts) == 1 and batch else None
-    if pieces is None:
-        return _Rows(batch, 0, batch, True, planned)
-    start = start_of(pieces, place)
-    return _Rows(batch, start, start + pieces[place], False, planned)
+    is_cut = len(cuts) == 1 and None not in cuts and batch
+    at = next(at for _, at in pm.inputs.values()) if is_cut else None
+    return _Rows(batch, at, pm.shares, pm.world.place, planned)
 
 
 def _rows_per_process(leaf: Leaf, at: Placement, shares: Shares) -> tuple[int, ...] | None:
@@ -160,8 +193,8 @@ def _by_index(loader: DataLoader[Any]) -> bool:
     return not isinstance(loader.dataset, IterableDataset)
 
 
-def _check_loader(loader: DataLoader[Any], rows: _Rows) -> _Rows:
-    """The rows, with the size of a batch settled; or a refusal of a loader that is not what was planned."""
+def _check_loader(loader: DataLoader[Any], rows: _Rows, *, tells: bool) -> _Rows:
+    """The rows, with the size of a batch settled; or a refusal of a loader whose batches cannot be cut."""
     if any(isinstance(sampler, DistributedSampler) for sampler in _samplers(loader)):
         raise BatchError(
             "the loader has a DistributedSampler, which gives every process other samples",
@@ -179,16 +212,15 @@ def _check_loader(loader: DataLoader[Any], rows: _Rows) -> _Rows:
     given = sampler.batch_size if type(sampler) is BatchSampler else loader.batch_size
     if given is None or not rows.planned:
         return rows
-    if given not in rows.planned:
+    if given not in rows.planned and tells:
         expected = " or ".join(map(str, rows.planned))
-        raise BatchError(
-            f"the loader makes batches of {given} samples, planned were batches of {expected}",
-            where=f"DataLoader(batch_size={given})",
-            do=f"pass batch_size={rows.planned[0]}: the batch of all devices together, of which each loads its share; "
-            f"or plan again with a batch of {given}. A collate_fn that makes fewer rows than samples: "
-            "shard((batch for batch in loader), pm), where every process loads everything",
+        warnings.warn(
+            f"the loader makes batches of {given} samples, and the plan is for {expected}. batch_size is that of all "
+            "devices together, of which each loads its share. Batches of another size work, in evaluation for "
+            "example; what is planned for them is quicker",
+            stacklevel=4,
         )
-    return _Rows(given, rows.start, rows.stop, rows.all, rows.planned)
+    return replace(rows, batch=given)
 
 
 def _samplers(loader: DataLoader[Any]) -> Iterator[object]:
@@ -307,29 +339,14 @@ class _Indexed:
         sampler = loader.batch_sampler
         self._sampler: Iterable[Sequence[Any]] = sampler  # type: ignore[assignment]
         self._tells = pm.world.rank == 0
-        if type(sampler) is BatchSampler:
-            self._sampler = BatchSampler(sampler.sampler, sampler.batch_size, drop_last=True)
-            if not sampler.drop_last:
-                self._tell_of_the_rest(sampler)
         self._indices = _Indices()
-        self._own = None if rows.none else self._loader_of_own()
+        # Of batches that were drawn and not handed out yet (workers are ahead): the rows in all, and of this process.
+        self._drawn: deque[tuple[int, int]] = deque()
+        self._own = None if rows.never else self._loader_of_own()
         self._nothing = [
             torch.zeros((0, *value.shape[1:]) if value.shape else (), dtype=value.torch_dtype)
             for value in (leaf.value for leaf, _ in pm.inputs.values())
         ]
-
-    def _tell_of_the_rest(self, sampler: BatchSampler) -> None:
-        try:
-            total = len(sampler.sampler)  # type: ignore[arg-type]
-        except TypeError:
-            return
-        if (left := total % sampler.batch_size) and self._tells:
-            warnings.warn(
-                f"{left} of {total} samples are left out of every epoch: the last batch would have {left} rows, and "
-                f"the plan is for {sampler.batch_size}. To leave them out without this warning, pass drop_last=True "
-                "to the DataLoader",
-                stacklevel=5,
-            )
 
     def _loader_of_own(self) -> DataLoader[Any]:
         loader = self._loader
@@ -355,28 +372,39 @@ class _Indexed:
     def count(self) -> int:
         return _length(self._sampler)
 
-    def open(self, seed: int, skip: int) -> Iterator[Any]:
-        """The batches of an epoch from number `skip` on."""
+    def open(self, seed: int, skip: int) -> Iterator[tuple[Any, int]]:
+        """The batches of an epoch from number `skip` on, and how many rows each has in all."""
         wanted = itertools.islice(self._global_batches(seed), skip, None)
         own, rows = self._own, self._rows
         if own is None:
-            return (self._pm.rebuild_batch(list(self._nothing)) for _ in wanted)
-        self._indices.batches = (
-            indices if rows.all else list(itertools.islice(indices, rows.start, rows.stop)) for indices in wanted
-        )
+            return ((self._no_rows(), len(indices)) for indices in wanted)
         # Rows that several processes load must be the same for all; rows of one are augmented on their own.
-        return _iterated(lambda: iter(own), _Dice(_mixed(seed, skip, "all" if rows.all else rows.start)))
+        dice = _Dice(_mixed(seed, skip, "all" if rows.all else rows.part(rows.batch)[0]))
+        self._drawn.clear()
+        self._indices.batches = (part for indices in wanted if (part := self._part(indices)))
+        return self._in_order(_iterated(lambda: iter(own), dice))
+
+    def _part(self, indices: Sequence[Any]) -> list[Any]:
+        part = list(itertools.islice(indices, *self._rows.part(len(indices))))
+        self._drawn.append((len(indices), len(part)))
+        return part
+
+    def _in_order(self, loaded: Iterator[Any]) -> Iterator[tuple[Any, int]]:
+        """What was loaded, with batches of no rows where a small batch has none for this process."""
+        for batch in loaded:
+            while not self._drawn[0][1]:
+                yield self._no_rows(), self._drawn.popleft()[0]
+            yield batch, self._drawn.popleft()[0]
+        while self._drawn:
+            yield self._no_rows(), self._drawn.popleft()[0]
+
+    def _no_rows(self) -> Any:
+        return self._pm.rebuild_batch(list(self._nothing))
 
     def _global_batches(self, seed: int) -> Iterator[Sequence[Any]]:
         _seed_samplers(self._loader, seed)
         for indices in _iterated(lambda: iter(self._sampler), _Dice(_mixed(seed, "order"))):
-            if self._rows.batch and len(indices) != self._rows.batch:
-                if len(indices) > self._rows.batch:
-                    raise BatchError(
-                        f"the batch sampler gives {len(indices)} samples, planned were {self._rows.batch}",
-                        where=type(self._sampler).__name__,
-                        do="make its batches as large as the planned one, or plan again with a batch of its size",
-                    )
+            if not self._rows.fits(len(indices)):
                 self._tells = _tell_of_a_short_batch(len(indices), self._rows.batch, self._tells)
                 continue
             yield indices
@@ -393,7 +421,7 @@ def _length(of: object) -> int:
 def _tell_of_a_short_batch(got: int, planned: int, tells: bool) -> bool:
     if tells:
         warnings.warn(
-            f"a batch of {got} rows is left out, and all others that are smaller than the planned {planned}",
+            f"a batch of {got} rows is left out, and all others that can not be cut as the planned {planned} are",
             stacklevel=3,
         )
     return False
@@ -414,21 +442,22 @@ class _Streamed:
     def count(self) -> int:
         return _length(self._loader)
 
-    def open(self, seed: int, skip: int) -> Iterator[Any]:
-        return itertools.islice(self._whole_batches(seed), skip, None) if self._rows.all else self._cut(seed, skip)
-
-    def _cut(self, seed: int, skip: int) -> Iterator[Any]:
+    def open(self, seed: int, skip: int) -> Iterator[tuple[Any, int]]:
         for batch in itertools.islice(self._whole_batches(seed), skip, None):
-            yield _with_rows(batch, self._rows)
+            rows = self._rows_in(batch)
+            yield batch if self._rows.all else _with_rows(batch, rows, *self._rows.part(rows)), rows
+
+    def _rows_in(self, batch: Any) -> int:
+        """The planned number where some tensor has it, or else the number that all have."""
+        lengths = set(_lengths(batch))
+        return lengths.pop() if len(lengths) == 1 else self._rows.batch
 
     def _whole_batches(self, seed: int) -> Iterator[Any]:
         if isinstance(self._loader, DataLoader):
             _seed_samplers(self._loader, seed)
         for batch in _iterated(lambda: iter(self._loader), _Dice(_mixed(seed, "all"))):
-            lengths = set(_lengths(batch)) if self._rows.batch else set()
-            # What is too long, or not all of one length, is for the model to refuse: it knows the names.
-            if len(lengths) == 1 and (length := lengths.pop()) < self._rows.batch:
-                self._tells = _tell_of_a_short_batch(length, self._rows.batch, self._tells)
+            if self._rows.batch and not self._rows.fits(rows := self._rows_in(batch)):
+                self._tells = _tell_of_a_short_batch(rows, self._rows.batch, self._tells)
                 continue
             yield batch
 
@@ -446,17 +475,69 @@ def _lengths(batch: object) -> Iterator[int]:
             yield from _lengths(part)
 
 
-def _with_rows(batch: Any, rows: _Rows) -> Any:
+def _with_rows(batch: Any, rows: int, start: int, stop: int) -> Any:
     """The batch with these rows of its tensors. What it does not know stays: the model cuts what comes whole."""
     if isinstance(batch, Tensor):
-        is_rows = batch.dim() and batch.shape[0] == rows.batch
-        return batch.narrow(0, rows.start, rows.stop - rows.start) if is_rows else batch
+        return batch.narrow(0, start, stop - start) if batch.dim() and batch.shape[0] == rows else batch
     if isinstance(batch, MutableMapping):
         cut = copy.copy(batch)
         for name, part in batch.items():
-            cut[name] = _with_rows(part, rows)
+            cut[name] = _with_rows(part, rows, start, stop)
         return cut
     if isinstance(batch, tuple | list):
-        parts = [_with_rows(part, rows) for part in batch]
+        parts = [_with_rows(part, rows, start, stop) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
+
+
+# Batches of different lengths
+
+
+class _Padding:
+    """Fills tensors up to a length that all processes have in common, one of a few."""
+
+    def __init__(self, values: Mapping[str, float], lengths: Sequence[int], pm: Parallel) -> None:
+        named = {name: leaf.value.shape[1] for name, (leaf, _) in pm.inputs.items() if len(leaf.value.shape) > 1}
+        if unknown := [name for name in values if name not in named]:
+            raise BatchError(
+                f"pad names {unknown[0]!r}, which is no tensor of the batch with a length",
+                where="shard(loader, pm, pad=...)",
+                do=f"name {', '.join(named) or 'tensors with two dims'}",
+            )
+        planned = max(named[name] for name in values)
+        self._values, self._pm = dict(values), pm
+        self._lengths = sorted({*map(int, lengths)}) or _ladder(planned)
+
+    def fill(self, batch: Any) -> Any:
+        leaves, spec = named_leaves(batch)
+        longest = max((t.shape[1] for name in self._values if _has_length(t := leaves.get(name))), default=0)
+        length = self._next(self._pm.largest(longest))
+        for name, value in self._values.items():
+            tensor = leaves.get(name)
+            if not _has_length(tensor):
+                continue
+            if not tensor.shape[0]:
+                leaves[name] = tensor.new_zeros((0, length, *tensor.shape[2:]))
+            elif tensor.shape[1] < length:
+                missing = [0, 0] * (tensor.dim() - 2) + [0, length - tensor.shape[1]]
+                leaves[name] = torch.nn.functional.pad(tensor, missing, value=value)
+        return in_form_of(batch, *pytree.tree_unflatten(list(leaves.values()), spec))
+
+    def _next(self, length: int) -> int:
+        found = next((step for step in self._lengths if step >= length), 0)
+        if not found:
+            raise BatchError(
+                f"a batch has samples of length {length}, and the longest that is planned is {self._lengths[-1]}",
+                where="shard(loader, pm, pad=...)",
+                do="plan with a batch of the greatest length, cut samples, or give lengths=",
+            )
+        return found
+
+
+def _has_length(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dim() > 1
+
+
+def _ladder(longest: int) -> list[int]:
+    """Five lengths up to the longest, in steps of about a quarter of it where most text is short."""
+    return sorted({max(round(longest * part), 1) for part in (0.25, 0.375, 0.5, 0.75, 1.0)})

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
-from lopsided.capturing.call import LossFn, flatten_batch
-from lopsided.capturing.capture_graph import capture, surrounding_autocast
+from lopsided.capturing.call import Arguments, LossFn, in_form_of
+from lopsided.capturing.capture_graph import Captured, Returned, capture_call, surrounding_autocast
+from lopsided.capturing.reads import Reads
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.comm.communicator import Communicator
@@ -43,32 +44,32 @@ from lopsided.comm.world import (
     side_group,
 )
 from lopsided.errors import BatchError, TrainingError
-from lopsided.executor.executor import Executor
+from lopsided.executor.executor import Executor, Ran
 from lopsided.executor.gradients import Gradients
 from lopsided.executor.local_op import AnyRandomness
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import Graph, Leaf
-from lopsided.ir.placement import Placement, pieces_of, take_piece
-from lopsided.ir.program import Program, parse_program
+from lopsided.ir.placement import I, Placement, pieces_of
+from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
-from lopsided.runtime import replicas
-from lopsided.runtime.adoption import Adopted, adopt, replaced
-from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
+from lopsided.runtime import outputs, replicas
+from lopsided.runtime.adoption import Adopted, adopt
+from lopsided.runtime.agreement import agreed_plans, digest_of, in_group_order
 from lopsided.runtime.autotune import quickest
 from lopsided.runtime.buffers import Buffers
+from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
 from lopsided.runtime.initial import initialise
 from lopsided.runtime.last_loss import LastLoss
-from lopsided.runtime.modes import program_for
 from lopsided.runtime.optimizers import watch_optimizers
+from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.pieces import Piece, piece_of
+from lopsided.runtime.programs import CallProgram, Programs
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
 
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
-
-Mode = tuple[bytes, str]  # of every module whether it is in training, and the autocast
 
 
 def parallelize(
@@ -99,7 +100,8 @@ def parallelize(
     """
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     progress("capturing the model")
-    graph = capture(model, batch, loss_fn=loss_fn)
+    captured = capture_call(model, batch, loss_fn=loss_fn, needs_loss=False)
+    graph = captured.graph
     plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, progress)
     chosen = quickest(plans, where, timeout_s=timeout_s, progress=progress)[0] if tries > 1 else plans[0]
     world = meet(chosen, device=where)
@@ -111,7 +113,7 @@ def parallelize(
     pm = Parallel(
         model,
         batch,
-        graph,
+        captured,
         chosen,
         world,
         loss_fn=loss_fn,
@@ -137,7 +139,7 @@ class Parallel(nn.Module):
         self,
         model: nn.Module,
         batch: object,
-        graph: Graph,
+        captured: Captured | Graph,
         plan: Plan,
         world: World,
         *,
@@ -151,17 +153,17 @@ class Parallel(nn.Module):
     ) -> None:
         super().__init__()
         self.__dict__ |= {"plan": plan, "world": world, "steps_done": 0}
-        self._graph, self._loss_fn, self._check_every = graph, loss_fn, check_every
+        self._captured = captured if isinstance(captured, Captured) else _of_loss_alone(captured)
+        self._graph, self._loss_fn, self._check_every = self._captured.graph, loss_fn, check_every
         self._decisions = plan.decisions
         if bucket_bytes is not None:
             self._decisions = replace(self._decisions, bucket_bytes=bucket_bytes)
         self._forwards = 0
         self._syncing = True
-        self._handed_out = ""  # which batch a sharded loader gave last
-        self._tensors, self._rebuild = flatten_batch(batch)
-        self._several = isinstance(batch, Mapping | tuple | list)
-        self._is_mapping = isinstance(batch, Mapping)
-        self._constants = _constants(batch)
+        self._handed_out = HandedOut()
+        self._batch = batch
+        self._form = CallForm(model, batch, loss_fn)
+        self.last_cut: RowCut | None = None  # of the last batch's rows
         self.shares = in_group_order(plan, world)
         network = Network(plan.on)
         group = group_of(world, timeout_s)
@@ -172,7 +174,7 @@ class Parallel(nn.Module):
         # In a tuple, so that it does not become a submodule: its children are ours.
         self._model = (model,)
         self.pieces = self._take_pieces(model, init, seed)
-        self._modes: dict[Mode, Executor] = {}
+        self._programs = Programs(model, self.pieces, plan, world, self._side, self._form, loss_fn, self._compiled)
         self._constant_tensors: dict[int, Tensor] = {}
         self.randomness: AnyRandomness = randomness or RankRandomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
@@ -187,8 +189,35 @@ class Parallel(nn.Module):
         self.training = model.training
         self._every_module = list(self.modules())
         self._buffers_by_name = Buffers(self)
-        self._programs = {self._mode(): plan.program}
+        self._planned = self._signature(self._given(batch), {})
         watch_optimizers(self)
+        self.__dict__["_of_model"] = {*vars(model)} - {*vars(self)} - {*vars(nn.Module())}
+
+    # The model's own attributes
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, whose parameters are this rank's pieces now."""
+        return self._model[0]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_model" not in self.__dict__:
+                raise
+        return getattr(self._model[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What forward reads is the model's: `pm.tau = 0.5` must reach it.
+        if name in self.__dict__.get("_of_model", ()) and not isinstance(value, nn.Module | Tensor):
+            setattr(self._model[0], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def train(self, mode: bool = True) -> Parallel:
+        self._model[0].training = mode
+        return super().train(mode)
 
     # Parameters
 
@@ -222,109 +251,176 @@ class Parallel(nn.Module):
 
     def rebuild_batch(self, tensors: list[Tensor]) -> object:
         """A batch as it was given to `parallelize`, of these tensors in the order of `inputs`."""
-        args, kwargs = self._rebuild(tensors)
-        return kwargs if self._is_mapping else args if self._several else args[0]
+        return in_form_of(self._batch, *self._given(self._batch).rebuild(tensors))
 
-    def handed_out(self, which: str) -> None:
+    def handed_out(self, batch: HandedOut) -> None:
         """A sharded loader has given this batch: all ranks must train on parts of the same."""
-        self._handed_out = f", {which}"
+        self._handed_out = batch
 
-    def _check_inputs(self, given: Mapping[str, Tensor]) -> None:
-        planned = ", ".join(f"{name} {list(leaf.value.shape)}" for name, (leaf, _) in self.inputs.items())
-        missing = [f"no {name!r}" for name in self.inputs if name not in given]
-        unknown = [f"{name!r}, which was not planned" for name in given if name not in self.inputs]
-        for what in (*missing, *unknown):
-            raise BatchError(f"the batch has {what}", where=self._here(), do=f"give what was planned: {planned}")
-        for name, (leaf, placement) in self.inputs.items():
-            shape, whole = tuple(given[name].shape), leaf.value.shape
-            local = self._local_shape(leaf, placement)
-            if shape not in (whole, local):
-                part = f" (this rank's part: {list(local)})" if local != whole else ""
-                raise BatchError(
-                    f"{name} has shape {list(shape)}, planned was {list(whole)}{part}",
-                    where=self._here(),
-                    do="give batches of the planned shape (drop_last=True for a loader), or plan anew for this one",
-                )
+    def largest(self, number: int) -> int:
+        """The largest of the numbers that the ranks which take part give; all of them call this."""
+        told = torch.tensor([number])
+        if self.wire is not None and self.wire.size > 1:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._side)
+        return int(told)
 
-    def _local_shape(self, leaf: Leaf, placement: Placement) -> tuple[int, ...]:
-        pieces = pieces_of(placement, leaf.value.shape, self.shares) if placement.is_shard else ()
-        return placement.local_shape(leaf.value.shape, pieces, self.world.place)
+    def _given(self, batch: object) -> Given:
+        call = batch if isinstance(batch, Arguments) else None
+        if call is not None:
+            return self._form.read(call.args, call.kwargs)
+        if isinstance(batch, Mapping):
+            return self._form.read((), batch)
+        return self._form.read(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
 
-    def _local_inputs(self, given: Mapping[str, Tensor], program: Program) -> dict[str, Tensor]:
+    def _check_entries(self, given: Given) -> None:
+        if complaint := self._form.complaint(given, self.inputs):
+            planned = ", ".join(f"{name} {list(leaf.value.shape)}" for name, (leaf, _) in self.inputs.items())
+            raise BatchError(f"the batch has {complaint}", where=self._here(), do=f"give what was planned: {planned}")
+
+    def _cut_of(self, tensors: Mapping[str, Tensor]) -> RowCut | None:
+        """How the rows of this batch are cut, if a sharded loader gave this rank its rows; None for a whole batch."""
+        cuts = {at for _, at in self.inputs.values() if at.is_shard and at.dim == 0 and at.outer == 1}
+        if len(cuts) != 1 or self.wire is None or self.wire.size == 1:
+            return None
+        at = cuts.pop()
+        rows = self._handed_out.rows
+        if not rows or not at.fits((rows,)):
+            return None
+        cut = RowCut(self._exchange, at, rows)
+        first = {tensor.shape[0] for tensor in tensors.values() if tensor.dim()}
+        # Where one rank has all rows, what it is given looks like a whole batch.
+        return cut if cut.mine in first and (rows not in first or cut.is_with_one) else None
+
+    def _whole_shape(self, name: str, tensor: Tensor, cut: RowCut | None) -> tuple[int, ...]:
+        """The shape of the whole of what this rank was given."""
+        shape = tuple(tensor.shape)
+        if cut is None or name not in self.inputs or not self.inputs[name][1].is_shard:
+            return shape
+        if not shape or shape[0] != cut.mine:
+            raise BatchError(
+                f"{name} has shape {list(shape)}, and this rank's part of the batch is {cut.mine} of {cut.rows} rows",
+                where=self._here(),
+                do="give every tensor of the batch in this rank's rows, as lopsided.shard does, or every one whole",
+            )
+        return (cut.rows, *shape[1:])
+
+    def _signature(self, given: Given, shapes: Mapping[str, tuple[int, ...]]) -> Signature:
+        inputs = tuple(
+            (name, shapes.get(name, tuple(tensor.shape)), self._dtype_of(name, tensor), tensor.requires_grad)
+            for name, tensor in given.tensors.items()
+        )
+        modes = bytes(module.training for module in self._every_module)
+        return Signature(modes, surrounding_autocast(), inputs, given.others)
+
+    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """Inputs of the plan are converted to what was planned; others stay what they are."""
+        return self.inputs[name][0].value.torch_dtype if name in self.inputs else tensor.dtype
+
+    def _local_inputs(self, given: Given, cut: RowCut | None, program: Program) -> dict[str, Tensor]:
         """This rank's part of every input, by the name of its value, on its device."""
         placed = dict(program.leaves)
-        return {
-            leaf.value.name: self._local_input(leaf, placed[leaf.value.name], given[leaf.target])
-            for leaf in program.graph.leaves
-            if leaf.kind == "input"
-        }
-
-    def _local_input(self, leaf: Leaf, wanted: Placement, tensor: Tensor) -> Tensor:
-        value, placement = leaf.value, self.inputs[leaf.target][1]
-        if tensor.shape != self._local_shape(leaf, placement):
-            tensor = take_piece(tensor, placement, pieces_of(placement, value.shape, self.shares), self.world.place)
-        tensor = tensor.to(self.world.device, value.torch_dtype, non_blocking=True)
-        # Batches come as they were planned; a program of another mode may want them otherwise.
-        return self._exchange.move(tensor, placement, wanted, value.shape, f"the input {leaf.target}")
+        found = {}
+        for leaf in program.graph.leaves:
+            if leaf.kind == "input":
+                value, name = leaf.value, leaf.target
+                tensor = given.tensors[name].to(self.world.device, value.torch_dtype, non_blocking=True)
+                is_rows = cut is not None and name in self.inputs and self.inputs[name][1].is_shard
+                at = cut.at if cut is not None and is_rows else I
+                found[value.name] = self._exchange.convert(
+                    tensor, at, placed[value.name], value.shape, f"the input {name}", f"gradient of the input {name}"
+                )
+        return found
 
     # The step
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The global loss of a batch: the whole one, or this rank's share of it."""
-        self._last_loss.check()
-        self._adopted.check(self.world.device, self._here())
-        if args and kwargs:
-            raise BatchError(
-                "the batch comes partly by position and partly by name",
-                where=self._here(),
-                do="call the model as its batch was given to parallelize: pm(**batch) or pm(*batch)",
-            )
-        tensors, _ = flatten_batch(kwargs or args)
-        self._check_constants(args, kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for a batch, the whole one or this rank's share of it, with the global loss.
+
+        With a loss function, its loss. Called without what the loss function needs, the model's output, which becomes
+        known when `loss_fn` is called with it.
+        """
+        given = self._form.read(args, kwargs)
+        if self.training and torch.is_grad_enabled() and self._form.is_forward_alone(given):
+            return awaited_outputs(given, self._captured.returned, self.world.device)
         if self.wire is None:
-            return self._loss_of_others()
-        mode = self._mode()
-        self.wire.recorder = self.recording.noting if self.recording is not None and self.training else None
-        self._forwards += 1
-        self.watch.at_step(self._forwards)
-        self._check_inputs(tensors)
+            return self._follow()
+        found, ran, cut = self._step(given)
+        loss, *parts = self._handed_on(found, ran, cut)
+        made = found.returned.rebuilt(loss, parts, has_loss=found.has_loss)
+        return made if found.returned.loss is None else with_loss(made)
+
+    def _step(self, given: Given) -> tuple[CallProgram, Ran, RowCut | None]:
+        self._begin_step()
+        self._check_entries(given)
+        wire = self.wire
+        if wire is None:
+            raise TrainingError("this rank's device takes no part", where=self._here(), do="call pm(...) on it, too")
+        wire.recorder = self.recording.noting if self.recording is not None and self.training else None
+        cut = self._cut_of(given.tensors)
+        shapes = {name: self._whole_shape(name, tensor, cut) for name, tensor in given.tensors.items()}
+        signature = self._signature(given, shapes)
+        found = self._find(signature)
         self.watch.start_handshake(
             self._forwards,
-            f"{mode[1] or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}, "
-            f"{mode[0].count(0)} modules in evaluation",
-            self._told_inputs(tensors),
+            f"{signature.autocast or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}, "
+            f"{signature.mode.count(0)} modules in evaluation, {found.reads.values() if found else 'anew'}",
+            self._told_inputs(given.tensors, signature, cut),
             training=self.training,
             sync=self._syncing,
         )
-        if mode not in self._modes:
+        if found is None:
             self.watch.finish_handshake()  # all ranks must be here to agree on a program
-        steps, program = self._steps(mode)
-        local = self._local_inputs(tensors, program)
-        loss, updates, own = steps.run(self._leaves(program) | local)
-        with self.wire.recorder.handshaking() if self.wire.recorder is not None else nullcontext():
+            given, found = self._programs.make(given, signature)
+        local = self._local_inputs(given, cut, found.program)
+        ran = found.executor.run(self._leaves(found.program) | local)
+        with wire.recorder.handshaking() if wire.recorder is not None else nullcontext():
             self.watch.finish_handshake()
-        self._buffers_by_name.update(updates)
+        self._buffers_by_name.update(ran.updates)
         if self.training and self._check_every and self._forwards % self._check_every == 0:
             self._compare_replicas()
-        self._last_loss.remember(loss, own, self._forwards)
-        self._send_to_bystanders(loss)
+        if found.has_loss:
+            self._last_loss.remember(ran.loss, ran.own, self._forwards)
+        self._send_to_bystanders(ran.loss)
+        self.last_cut = cut
+        outputs.remember(self)
+        return found, ran, cut
+
+    def _handed_on(self, found: CallProgram, ran: Ran, cut: RowCut | None) -> list[Tensor]:
+        """The loss and what is returned besides, as the caller gets them."""
+        names = list(dict.fromkeys(found.returned.names))
+        parts = [ran.outputs[name] for name in names]
+        loss = ran.loss
         if loss.requires_grad:
             self._gradients.reset()
-            loss = _Loss.apply(self, loss)  # type: ignore[no-untyped-call]
-        return loss.reshape(())
+            moving = [k for k, part in enumerate(parts) if part.requires_grad]
+            loss, *moved = _StepEnd.apply(self, loss, *(parts[k] for k in moving))  # type: ignore[no-untyped-call]
+            for k, part in zip(moving, moved, strict=True):
+                parts[k] = part
+        values = found.program.graph.values
+        handed = {
+            name: hand_on(OutputPart(part, found.executor.placed[name], values[name].shape, name), self._exchange, cut)
+            for name, part in zip(names, parts, strict=True)
+        }
+        return [loss.reshape(()), *(handed[name] for name in found.returned.names)]
 
-    def _told_inputs(self, given: Mapping[str, Tensor]) -> str:
+    def _told_inputs(self, given: Mapping[str, Tensor], signature: Signature, cut: RowCut | None) -> str:
         """What all ranks must agree on: shapes of their batches, and now and then what is in inputs that are whole."""
         looks = self._check_every and (self._forwards <= 2 or self._forwards % self._check_every == 0)
         told = []
-        for name, (leaf, placement) in self.inputs.items():
-            # Where one rank has all of an input, its share looks like the whole, and the others' do not.
-            parts = pieces_of(placement, leaf.value.shape, self.shares) if placement.is_shard else ()
-            whole = looks and given[name].shape == leaf.value.shape and (not parts or max(parts) < sum(parts))
-            content = f" holding {int(replicas.digest(given[name])) & 0xFFFFFFFF:08x}" if whole else ""
-            told.append(f"{name} {list(leaf.value.shape)}{content}")
-        return ", ".join(told) + self._handed_out
+        for name, shape, _, _ in signature.inputs:
+            is_whole = cut is None or name not in self.inputs or not self.inputs[name][1].is_shard
+            if is_whole and name in self.inputs and shape and self.inputs[name][1].is_shard:
+                # Where one rank has all of an input, its share looks like the whole, and the others' do not.
+                is_whole = not self._is_with_one(self.inputs[name][1], shape)
+            content = f" holding {int(replicas.digest(given[name])) & 0xFFFFFFFF:08x}" if looks and is_whole else ""
+            told.append(f"{name} {list(shape)}{content}")
+        told += [f"{name}={value!r}" for name, value in signature.others]
+        return ", ".join(told) + str(self._handed_out)
+
+    def _is_with_one(self, at: Placement, shape: tuple[int, ...]) -> bool:
+        pieces = pieces_of(at, shape, self.shares) if at.fits(shape) else (0, 0)
+        return max(pieces) == sum(pieces)
 
     def _leaves(self, program: Program) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -351,52 +447,43 @@ class Parallel(nn.Module):
             self._constant_tensors[id(leaf)] = made.reshape(leaf.value.shape)
         return self._constant_tensors[id(leaf)]
 
-    def _steps(self, mode: Mode) -> tuple[Executor, Program]:
-        """The instructions of this mode, made at its first use."""
-        if mode not in self._modes:
-            if mode not in self._programs:
-                self._programs[mode] = self._program_in(mode)
-            self._modes[mode] = Executor(
-                lower(self._programs[mode], self._decisions),
-                self._exchange,
-                self._gradients,
-                self.randomness,
-                self._adopted.by_name,
-                self.world.device,
+    def _compiled(self, program: Program, outputs: tuple[str, ...]) -> Executor:
+        return Executor(
+            lower(program, self._decisions),
+            self._exchange,
+            self._gradients,
+            self.randomness,
+            self._adopted.by_name,
+            self.world.device,
+            outputs,
+        )
+
+    def _find(self, signature: Signature) -> CallProgram | None:
+        if signature == self._planned and not self._programs.has(signature):
+            self._programs.add_planned(signature, self._captured)
+        return self._programs.find(signature)
+
+    # The loss function
+
+    @property
+    def loss_fn(self) -> Callable[..., Tensor]:
+        """The loss function of the model, for loops that call it: `loss = pm.loss_fn(pm(x), target)`."""
+        return self._loss
+
+    def _loss(self, output: object, *args: Any, **kwargs: Any) -> Tensor:
+        if self._loss_fn is None:
+            raise TrainingError(
+                "there is no loss function", where=self._here(), do="pass it to parallelize: loss_fn=criterion"
             )
-        return self._modes[mode], self._programs[mode]
-
-    def _program_in(self, mode: Mode) -> Program:
-        """Capture the model in this mode, on tensors without memory, and agree on a program with the others."""
-        graph = self._captured()
-        # Without bystanders: they wait for the loss.
-        make = lambda: str(program_for(graph, self.plan))  # noqa: E731
-        text = from_first(make, self._side, self.world.ranks[0])
-        return parse_program(text, graph)
-
-    def _mode(self) -> Mode:
-        return bytes(module.training for module in self._every_module), surrounding_autocast()
-
-    @torch.inference_mode(False)
-    @torch.enable_grad()
-    def _captured(self) -> Graph:
-        model = self._model[0]
-        model.training = self.training  # its modules are ours
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            whole = {
-                name: nn.Parameter(
-                    torch.empty(piece.shape, dtype=piece.dtype, device=self.world.device), requires_grad=piece.trained
-                )
-                for name, piece in self.pieces.items()
-            }
-            tensors = [
-                torch.empty(leaf.value.shape, dtype=leaf.value.torch_dtype, device=self.world.device)
-                for leaf, _ in self.inputs.values()
-            ]
-        args, kwargs = self._rebuild(tensors)
-        batch: object = kwargs if self._is_mapping else args if self._several else args[0]
-        with replaced(model, whole, self.pieces):
-            return capture(model, batch, loss_fn=self._loss_fn)
+        awaited = awaited_in(output)
+        if awaited is None:
+            # In evaluation the output is there, and every rank makes the same loss of the whole of it.
+            whole = pytree.tree_map_only(Tensor, lambda part: gather(part, self), (output, args, kwargs))
+            loss: Tensor = self._loss_fn(whole[0], *whole[1], **whole[2])
+            return loss
+        found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs))
+        loss, *awaited.parts = self._handed_on(found, ran, cut)
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -481,15 +568,25 @@ class Parallel(nn.Module):
 
     # Ranks whose device the plan does not use
 
-    def _loss_of_others(self) -> Tensor:
+    def _begin_step(self) -> None:
+        self._last_loss.check()
+        self._adopted.check(self.world.device, self._here())
         self._forwards += 1
         self.watch.at_step(self._forwards)
+
+    def _follow(self) -> Any:
+        """The loss, as the others tell it, and no rows of anything else."""
+        self._begin_step()
         loss = torch.zeros((), device=self.world.device, dtype=self._graph.values[self._graph.loss].torch_dtype)
         self._tell_all(loss)
-        if not torch.is_grad_enabled():
-            return loss
-        followed: Tensor = _Followed.apply(self, loss.requires_grad_())  # type: ignore[no-untyped-call]
-        return followed
+        if torch.is_grad_enabled():
+            loss = _Followed.apply(self, loss.requires_grad_())  # type: ignore[no-untyped-call]
+        values, returned = self._captured.whole.values, self._captured.returned
+        parts = [
+            torch.zeros((0, *values[name].shape[1:]), dtype=values[name].torch_dtype, device=self.world.device)
+            for name in returned.names
+        ]
+        return returned.rebuilt(loss, parts, has_loss=self._captured.has_loss)
 
     def _send_to_bystanders(self, loss: Tensor) -> None:
         if len(self.world.ranks) < self.world.size:
@@ -508,47 +605,39 @@ class Parallel(nn.Module):
         finally:
             self.watch.left()
 
-    def _check_constants(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = _constants(kwargs or args)
-        if given != self._constants:
-            raise BatchError(
-                f"the batch was planned with {self._constants} and has {given}",
-                where=self._here(),
-                do="give the same values that are not tensors, or plan anew",
-            )
-
 
 def _step_is_done(pm: Parallel | None) -> None:
     if pm is not None and pm._syncing:
         pm.__dict__["steps_done"] += 1
 
 
-def _constants(batch: object) -> dict[str, str]:
-    """What is in a batch beside tensors; captured once, it cannot change."""
-    entries: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {}
-    return {str(key): repr(value) for key, value in entries.items() if isinstance(value, bool | int | float | str)}
+def _of_loss_alone(graph: Graph) -> Captured:
+    """A graph of which nothing but the loss is known to be returned."""
+    return Captured(graph, graph, Returned((), lambda _: None, None), True, Reads())
 
 
-class _Loss(torch.autograd.Function):
-    """The end of a forward pass and the start of its backward pass."""
+class _StepEnd(torch.autograd.Function):
+    """The end of a forward pass and the start of its backward pass, from the loss or from anything else returned."""
 
     @staticmethod
-    def forward(ctx: Any, pm: Parallel, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, pm: Parallel, loss: Tensor, *parts: Tensor) -> Any:
         ctx.pm = pm
         ctx.save_for_backward(loss)
-        return loss.view_as(loss)
+        ctx.set_materialize_grads(False)
+        return (loss.view_as(loss), *(part.view_as(part) for part in parts))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> Any:
         try:
-            _ = ctx.saved_tensors
+            (loss,) = ctx.saved_tensors
         except RuntimeError:
             raise TrainingError(
                 "backward() was called again without a forward pass", do="call loss = pm(...) before each backward()"
             ) from None
         ctx.pm._gradients.syncing = ctx.pm._syncing
         ctx.pm._gradients.begin()
-        return None, gradient
+        # The whole of the backward pass runs, as it was planned, also where the loss itself was not asked for.
+        return None, torch.zeros_like(loss) if gradient is None else gradient, *others
 
 
 class _Followed(torch.autograd.Function):

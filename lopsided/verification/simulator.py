@@ -92,13 +92,13 @@ def _run_rank(
     gradients = Gradients(exchange)
     executor = Executor(schedule, exchange, gradients, SeededRandomness(seed, shares), parameters, device)
     with _each_cast_its_own():
-        loss, buffers, _ = executor.run(leaves)
-    if loss.requires_grad:
-        loss.reshape(()).backward()
+        ran = executor.run(leaves)
+    if ran.loss.requires_grad:
+        ran.loss.reshape(()).backward()
         gradients.finish()
     trained = {target: parameter for target, parameter in parameters.items() if parameter.requires_grad}
     found = {target: torch.zeros_like(p) if p.grad is None else p.grad for target, p in trained.items()}
-    return _RankRun(loss.detach().reshape(()), found, buffers)
+    return _RankRun(ran.loss.detach().reshape(()), found, ran.updates)
 
 
 @contextmanager

@@ -219,23 +219,30 @@ def _sum_up(rows: list[dict[str, Tensor]]) -> int:
     return sum(int(row["y"]) for row in rows)
 
 
-def test_the_incomplete_batch_is_left_out_with_one_warning() -> None:
-    with pytest.warns(UserWarning, match=r"3 of 43 samples are left out .* drop_last=True") as told:
-        loader = shard(DataLoader(Numbers(43), batch_size=BATCH), model())
-    assert len(told) == 1
-    assert len(loader) == len(list(loader)) == 4
+def test_the_incomplete_batch_is_cut_as_the_others_are() -> None:
+    for place, rows in enumerate(([40], [41], [42], [])):
+        loader = shard(DataLoader(Numbers(43), batch_size=BATCH), model(place))
+        found = list(loader)
+        assert len(loader) == len(found) == 5
+        assert samples(found)[-1] == rows
+    assert len(list(shard(DataLoader(Numbers(43), batch_size=BATCH, drop_last=True), model()))) == 4
+
+
+def test_workers_that_are_ahead_keep_the_order_where_a_process_has_no_rows() -> None:
+    batches = [[0, 1], list(range(10)), [2], list(range(10, 20)), [3, 4]]
+    loader = DataLoader(Numbers(), batch_sampler=batches, num_workers=1, prefetch_factor=4)
+    assert samples(list(shard(loader, model(2)))) == [[], [8, 9], [], [18, 19], []]
+
+
+def test_another_batch_size_than_planned_is_told_and_cut_by_the_same_shares() -> None:
+    with pytest.warns(UserWarning, match="batches of 4 samples, and the plan is for 10"):
+        found = samples(list(shard(DataLoader(Numbers(), batch_size=4), model())))
+    assert found[:2] == [[0, 1], [4, 5]]
+    with pytest.warns(UserWarning, match="the plan is for 10"):
+        shard(DataLoader(Numbers(), batch_sampler=BatchSampler(range(40), 4, False)), model())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        shard(DataLoader(Numbers(43), batch_size=BATCH, drop_last=True), model())
-        shard(DataLoader(Numbers(43), batch_size=BATCH), model(1))
-
-
-def test_another_batch_size_than_planned_is_refused() -> None:
-    with pytest.raises(BatchError, match="batches of 4 samples, planned were batches of 10") as refused:
-        shard(DataLoader(Numbers(), batch_size=4), model())
-    assert "plan again with a batch of 4" in refused.value.do
-    with pytest.raises(BatchError, match="planned were batches of 10"):
-        shard(DataLoader(Numbers(), batch_sampler=BatchSampler(range(40), 4, False)), model())
+        shard(DataLoader(Numbers(), batch_size=4), model(1))  # rank 0 alone tells
 
 
 def test_a_distributed_sampler_is_refused() -> None:
@@ -248,11 +255,16 @@ def test_a_distributed_sampler_is_refused() -> None:
 
 def test_batch_samplers_of_a_stranger_are_taken_by_their_batches() -> None:
     batches = [list(range(10)), [3, 4], list(range(9, -1, -1))]
-    with pytest.warns(UserWarning, match="a batch of 2 rows is left out"):
-        found = list(shard(DataLoader(Numbers(), batch_sampler=batches), model(2, rank=0)))
-    assert samples(found) == [[8, 9], [1, 0]]
-    with pytest.raises(BatchError, match="gives 11 samples, planned were 10"):
-        list(shard(DataLoader(Numbers(), batch_sampler=[list(range(11))]), model()))
+    found = list(shard(DataLoader(Numbers(), batch_sampler=batches), model(1)))
+    assert samples(found) == [[5, 6, 7], [4], [4, 3, 2]]
+
+
+def test_rows_that_cannot_be_cut_are_left_out_with_a_warning() -> None:
+    pairs = S(0, unit=2)
+    batches = [list(range(10)), list(range(3)), list(range(4))]
+    with pytest.warns(UserWarning, match="a batch of 3 rows is left out"):
+        found = list(shard(DataLoader(Numbers(), batch_sampler=batches), model(0, x=pairs, y=pairs)))
+    assert samples(found) == [[0, 1, 2, 3, 4, 5], [0, 1]]
 
 
 # Other sources
@@ -292,11 +304,9 @@ def test_rows_are_cut_wherever_tensors_are() -> None:
     assert (first.tolist(), second.shape, name, len(rest)) == ([5, 6, 7], (3, 2), "name", 3)
 
 
-def test_short_batches_of_anything_else_are_left_out_with_a_warning() -> None:
-    loader = shard([whole_batch(0), whole_batch(10, rows=3)], model())
-    with pytest.warns(UserWarning, match="a batch of 3 rows is left out"):
-        assert len(list(loader)) == 1
-    assert len(list(loader)) == 1
+def test_short_batches_of_anything_else_are_cut_as_well() -> None:
+    found = list(shard([whole_batch(0), whole_batch(10, rows=3)], model()))
+    assert samples(found) == [[0, 1, 2, 3, 4], [10]]
 
 
 # Going on

@@ -570,9 +570,7 @@ def test_a_model_on_meta_is_initialised_alike_whatever_the_plan(crews: Callable[
 def refused(what: str) -> str:
     _, pm = both("zero")
     try:
-        if what == "shape":
-            pm(**batch_of(rows=9))
-        elif what == "name":
+        if what == "name":
             pm(tokens=batch_of()["tokens"])
         elif what == "more":
             pm(**batch_of(), mask=torch.ones(3))
@@ -610,7 +608,6 @@ def refused(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("shape", ("BatchError", "tokens has shape [9, 4], planned was [10, 4]", "plan anew")),
         ("name", ("BatchError", "no 'target'")),
         ("more", ("BatchError", "'mask', which was not planned")),
         ("replaced", ("TrainingError", "up.weight was replaced")),

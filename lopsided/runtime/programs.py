@@ -1,0 +1,206 @@
+"""Programs for calls that the plan did not know: in evaluation, under another autocast, of another shape, without
+labels.
+
+In: the plan, and a graph captured for such a call. Out: a program for it that stores every parameter as the plan does
+(`program_for`); `Programs`, those of a model in training, each made when it is first needed and agreed on by all ranks.
+
+Where the graph has the same calls as the planned one (autocast, dropout switched off, another length) the plan's
+choices are taken over. Where it has more (an accuracy that is returned beside the loss), they are taken over and the
+search is asked for the rest. Where it is another one (batch norm in evaluation is another op), the search is asked for
+all, with the plan's shares and stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lopsided.capturing.call import LossFn, in_form_of
+from lopsided.capturing.capture_graph import Captured, Returned, capture_call
+from lopsided.capturing.reads import Reads
+from lopsided.comm.world import World
+from lopsided.errors import BatchError, CaptureError, LopsidedError, TrainingError
+from lopsided.executor.executor import Executor
+from lopsided.ir.graph import Graph, Node
+from lopsided.ir.notation import Rule
+from lopsided.ir.program import Program, Step, check_program, parse_program
+from lopsided.ir.rule_book import RuleBook
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.search import search
+from lopsided.planner.search_cost import SharePrices
+from lopsided.runtime.adoption import replaced
+from lopsided.runtime.agreement import from_first
+from lopsided.runtime.calls import CallForm, Given, Signature
+from lopsided.runtime.pieces import Piece
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
+
+MOST_PROGRAMS = 64
+"""So many different calls (shapes, modes, arguments that are not tensors) have programs of their own."""
+
+MOST_READS = 8
+"""For so many values of what forward reads from attributes one of them is captured."""
+
+
+@dataclass(frozen=True)
+class CallProgram:
+    """One captured call of the model: its program on these devices, and what it returns."""
+
+    program: Program
+    returned: Returned
+    has_loss: bool
+    reads: Reads
+    executor: Executor
+
+
+class Programs:
+    """The programs of a model, by the signatures of its calls. `compile_program(program, outputs)` makes it run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pieces: Mapping[str, Piece],
+        plan: Plan,
+        world: World,
+        side: dist.ProcessGroup | None,
+        form: CallForm,
+        loss_fn: LossFn | None,
+        compile_program: Callable[[Program, tuple[str, ...]], Executor],
+    ) -> None:
+        # In a tuple, since a module's children would be registered where this is kept.
+        self._model, self._pieces, self._plan, self._world = (model,), pieces, plan, world
+        self._side, self._form, self._loss_fn, self._compile = side, form, loss_fn, compile_program
+        self._calls: dict[Signature, list[CallProgram]] = {}
+        self._frozen: set[str] = set()  # numbers that the model needs as numbers
+
+    def add_planned(self, signature: Signature, captured: Captured) -> None:
+        """The call that was planned. What is returned beside the loss may need more than the plan has."""
+        is_planned = captured.whole is captured.graph
+        program = self._plan.program if is_planned else self._agreed(captured.whole)
+        self._add(signature, captured, program)
+
+    def has(self, signature: Signature) -> bool:
+        return signature in self._calls
+
+    def find(self, signature: Signature) -> CallProgram | None:
+        """The program of this call, if there is one and what forward reads is what it was."""
+        return next((found for found in self._calls.get(signature, ()) if found.reads.holds()), None)
+
+    def make(self, given: Given, signature: Signature) -> tuple[Given, CallProgram]:
+        """A program for a call that is made for the first time, on the same pieces, and the call as it takes it."""
+        self._check_room(signature)
+        varying = next((names for known in self._calls if (names := signature.varying_numbers(known))), set())
+        if varying - self._frozen:
+            self._form.varying |= varying
+            try:
+                as_inputs = self._form.again(given)
+                wider = replace(signature, inputs=as_inputs.inputs_of(signature), others=as_inputs.others)
+                return as_inputs, self.find(wider) or self._captured(as_inputs, wider)
+            except CaptureError:
+                # The model needs it as a number: every value has a program of its own.
+                self._form.varying -= varying
+                self._frozen |= varying
+        return given, self._captured(given, signature)
+
+    def _captured(self, given: Given, signature: Signature) -> CallProgram:
+        captured = self._capture(given, signature)
+        return self._add(signature, captured, self._agreed(captured.whole))
+
+    def _add(self, signature: Signature, captured: Captured, program: Program) -> CallProgram:
+        executor = self._compile(program, tuple(dict.fromkeys(captured.returned.names)))
+        made = CallProgram(program, captured.returned, captured.has_loss, captured.reads, executor)
+        self._calls.setdefault(signature, []).append(made)
+        return made
+
+    def _check_room(self, signature: Signature) -> None:
+        known = self._calls.get(signature, [])
+        if len(known) >= MOST_READS:
+            raise TrainingError(
+                f"forward reads what changes again and again: {known[-1].reads.changed()}",
+                where=f"rank {self._world.rank}",
+                do="pass it to forward as an argument (a number that varies becomes an input), or make it a buffer",
+            )
+        if len(self._calls) >= MOST_PROGRAMS:
+            raise BatchError(
+                f"this is the {MOST_PROGRAMS + 1}th different call, and each takes a program: {signature}",
+                where=f"rank {self._world.rank}",
+                do="pad batches to a few lengths: lopsided.shard(loader, pm, pad=...)",
+            )
+
+    def _agreed(self, graph: Graph) -> Program:
+        """Without bystanders: they wait for the loss."""
+        text = from_first(lambda: str(program_for(graph, self._plan)), self._side, self._world.ranks[0])
+        return parse_program(text, graph)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def _capture(self, given: Given, signature: Signature) -> Captured:
+        """The model captured for this call, on tensors without memory."""
+        model, device = self._model[0], self._world.device
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            whole = {
+                name: nn.Parameter(
+                    torch.empty(piece.shape, dtype=piece.dtype, device=device), requires_grad=piece.trained
+                )
+                for name, piece in self._pieces.items()
+            }
+            tensors = [
+                torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
+                for _, shape, dtype, grad in signature.inputs
+            ]
+        batch = in_form_of(given.batch, *given.rebuild(tensors))
+        loss_fn = None if self._form.is_forward_alone(given) else self._loss_fn
+        with replaced(model, whole, self._pieces):
+            return capture_call(model, batch, loss_fn=loss_fn, needs_loss=False)
+
+
+def program_for(graph: Graph, plan: Plan) -> Program:
+    """A legal program of `graph` with the plan's parameters where they are."""
+    book = derive_rules(graph)
+    planned = {step.node.name: step for step in plan.program.steps}
+    alike = {node.name for node in graph.nodes if _is_alike(node, planned.get(node.name))}
+    if alike == {*planned}:
+        if len(alike) == len(graph.nodes) and (taken_over := _taken_over(graph, plan.program, book)) is not None:
+            return taken_over
+        try:
+            return _searched(book, plan, lambda node, rule: node.name not in alike or rule == planned[node.name].rule)
+        except LopsidedError:
+            pass  # with other sizes, the planned rules may not be there
+    return _searched(book, plan, lambda node, rule: True)
+
+
+def _is_alike(node: Node, step: Step | None) -> bool:
+    return (
+        step is not None
+        and node.op == step.node.op
+        and node.operands == step.node.operands
+        and len(node.results) == len(step.rule.gives)
+    )
+
+
+def _taken_over(graph: Graph, program: Program, book: RuleBook) -> Program | None:
+    if graph.updates != program.graph.updates or graph.loss != program.graph.loss:
+        return None
+    if [leaf.value.name for leaf in graph.leaves] != [leaf.value.name for leaf in program.graph.leaves]:
+        return None
+    nodes = {node.name: node for node in graph.nodes}
+    steps = tuple(Step(nodes[step.node.name], step.rule, step.chains) for step in program.steps)
+    found = Program(graph, program.leaves, steps, program.loss, program.updates)
+    try:
+        check_program(found, book)
+    except LopsidedError:
+        return None
+    return found
+
+
+def _searched(book: RuleBook, plan: Plan, allowed: Callable[[Node, Rule], bool]) -> Program:
+    costs = Costs(book.graph, plan.on, optimizer_named(plan.optimizer))
+    prices = SharePrices(costs, Scale(plan.on, plan.shares), regather=plan.regather)
+    targets = {leaf.value.name: leaf.target for leaf in plan.graph.parameters}
+    stored = {targets[name]: placement for name, placement in plan.program.leaves if name in targets}
+    return search(book, prices, stores=lambda leaf: (stored[leaf.target],), allowed=allowed).program

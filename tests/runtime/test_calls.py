@@ -1,0 +1,419 @@
+"""A parallel model is called like the model: what it returns, any loss function, any shape, numbers that change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lopsided
+from lopsided.capturing.capture_graph import capture_call
+from lopsided.comm.worker_pool import WorkerPool
+from lopsided.ir.placement import Shares
+from lopsided.ops.derive import derive_rules
+from lopsided.planner.baselines import data_parallel, stored_cut
+from lopsided.planner.plan_data import Plan
+from lopsided.runtime.parallel import Parallel
+from tests.support.jobs import plan_of, prices_of
+
+SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
+NONE_FOR_ONE = Shares((0.6, 0.0, 0.4), named=(("state", (0.3, 0.3, 0.4)),))
+ROWS = 10
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.out = nn.Embedding(13, 8), nn.Linear(8, 12), nn.Linear(12, 5)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        return torch.relu(self.up(self.embed(tokens).mean(1)))
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.out(self.features(tokens))
+
+
+class WithLoss(Classifier):
+    """As nanoGPT returns it."""
+
+    def forward(self, tokens: Tensor, target: Tensor | None = None) -> Any:
+        logits = self.out(self.features(tokens))
+        return logits, None if target is None else F.cross_entropy(logits, target)
+
+
+@dataclass
+class Result:
+    loss: Tensor | None
+    logits: Tensor
+    extra: dict[str, Any]
+
+
+class InADataclass(Classifier):
+    def forward(self, tokens: Tensor, target: Tensor | None = None) -> Any:
+        hidden = self.features(tokens)
+        logits = self.out(hidden)
+        loss = None if target is None else F.cross_entropy(logits, target)
+        right = (logits.argmax(-1) == target).double().mean() if target is not None else None
+        return Result(loss, logits, {"accuracy": right, "layers": 2, "hidden": hidden.t()})
+
+
+def tokens_of(seed: int = 0, rows: int = ROWS, length: int = 4) -> Tensor:
+    return torch.randint(0, 13, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def target_of(seed: int = 0, rows: int = ROWS) -> Tensor:
+    return torch.randint(0, 5, (rows,), generator=torch.Generator().manual_seed(100 + seed))
+
+
+def built(kind: type[nn.Module], **how: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(**how).double()
+
+
+def plan_for(model: nn.Module, batch: object, kind: str, shares: Shares = SHARES, loss_fn: Any = None) -> Plan:
+    book = derive_rules(capture_call(model, batch, loss_fn=loss_fn, needs_loss=False).graph)
+    program = data_parallel(book, prices_of(book.graph, shares))
+    return plan_of(stored_cut(program) if kind == "zero" else program, shares)
+
+
+def both(
+    kind: type[nn.Module], batch: object, how: str = "dp", shares: Shares = SHARES, loss_fn: Any = None, **of: Any
+) -> tuple[Any, Parallel]:
+    alone, model = built(kind, **of), built(kind, **of)
+    plan = plan_for(model, batch, how, shares, loss_fn)
+    return alone, lopsided.parallelize(model, batch, plan=plan, loss_fn=loss_fn)
+
+
+def gap(pm: Parallel, alone: nn.Module) -> float:
+    """How far this rank's gradients are from its part of one device's."""
+    whole = dict(alone.named_parameters())
+    worst = 0.0
+    for name, parameter in pm.named_parameters():
+        theirs = whole[name].grad
+        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        part = pm.pieces[name].take(torch.zeros_like(whole[name]) if theirs is None else theirs)
+        worst = max(worst, (mine - part).abs().max().item() if part.numel() else 0.0)
+    return worst
+
+
+def rows_of(pm: Parallel, tensor: Tensor) -> Tensor:
+    """This rank's rows of a tensor with a row for each of the batch's."""
+    loader = lopsided.shard([dict.fromkeys(pm.inputs, tensor)], pm)
+    return next(iter(next(iter(loader)).values()))  # type: ignore[no-any-return]
+
+
+def far(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return (a - b).abs().max().item() if a.numel() else 0.0
+
+
+# What is returned
+
+
+def returns_a_tuple(how: str, shares: Shares) -> float:
+    batch = {"tokens": tokens_of(), "target": target_of()}
+    alone, pm = both(WithLoss, batch, how, shares)
+    logits, loss = pm(**batch)
+    expected, one = alone(**batch)
+    worst = [far(loss, one), far(logits, expected)]  # given the whole batch, the whole comes back
+    loss.backward()
+    one.backward()
+    worst.append(gap(pm, alone))
+    share = next(iter(lopsided.shard([batch], pm)))
+    logits, loss = pm(**share)
+    worst += [far(logits, rows_of(pm, expected)), far(lopsided.gather(logits), expected)]
+    guesses = lopsided.gather(logits.argmax(-1))
+    assert torch.equal(guesses, expected.argmax(-1))
+    assert torch.equal(lopsided.gather(share["target"], pm), batch["target"])
+    pm.eval()
+    with torch.no_grad():
+        logits, loss = pm(batch["tokens"])  # by position, and without a target
+        assert loss is None
+        worst.append(far(logits, alone.eval()(batch["tokens"])[0]))
+    return max(worst)
+
+
+@pytest.mark.parametrize("shares", [SHARES, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
+@pytest.mark.parametrize("how", ["dp", "zero"])
+def test_a_tuple_as_the_model_returns_it(crews: Callable[[int], WorkerPool], how: str, shares: Shares) -> None:
+    assert max(crews(3).run(returns_a_tuple, how, shares)) < 1e-9
+
+
+def returns_a_dataclass() -> float:
+    batch = {"tokens": tokens_of(), "target": target_of()}
+    alone, pm = both(InADataclass, batch)
+    found, expected = pm(**batch), alone(**batch)
+    assert type(found).__name__ == "Result"
+    assert isinstance(found, Result)
+    assert found.extra["layers"] == 2
+    assert found.loss is not None
+    worst = [far(found.loss, expected.loss), far(found.logits, expected.logits)]
+    worst += [far(found.extra[name], expected.extra[name]) for name in ("accuracy", "hidden")]
+    # A term outside of the model, of the whole output: every rank adds the same.
+    (found.loss + 0.1 * found.logits.pow(2).mean()).backward()
+    (expected.loss + 0.1 * expected.logits.pow(2).mean()).backward()
+    worst.append(gap(pm, alone))
+    with pytest.warns(DeprecationWarning, match=r"write output.loss.backward"):
+        pm(**batch).backward()
+    return max(worst)
+
+
+def test_a_dataclass_with_a_metric_that_the_loss_does_not_need(crews: Callable[[int], WorkerPool]) -> None:
+    assert max(crews(3).run(returns_a_dataclass)) < 1e-9
+
+
+def term_of_rows() -> str:
+    batch = {"tokens": tokens_of(), "target": target_of()}
+    _, pm = both(WithLoss, batch)
+    logits, loss = pm(**next(iter(lopsided.shard([batch], pm))))
+    try:
+        (loss + logits.pow(2).mean()).backward()
+    except lopsided.LopsidedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_of_some_rows_is_refused(crews: Callable[[int], WorkerPool]) -> None:
+    assert all("this rank's rows of an output" in text for text in crews(3).run(term_of_rows))
+
+
+def loss_outside(how: str) -> float:
+    """No loss is known to anyone but the script: of whole outputs it is the same on every rank."""
+    alone, pm = both(Classifier, (tokens_of(),), how)
+    worst = []
+    for k in range(3):
+        for model in (alone, pm):
+            model.zero_grad()
+            loss = F.cross_entropy(model(tokens_of(k)), target_of(k))
+            loss.backward()
+        worst.append(gap(pm, alone))
+    for batch in lopsided.shard([(tokens_of(7),)], pm):
+        pm.zero_grad(), alone.zero_grad()
+        F.cross_entropy(lopsided.gather(pm(*batch)), target_of(7)).backward()
+        F.cross_entropy(alone(tokens_of(7)), target_of(7)).backward()
+        worst.append(gap(pm, alone))
+    return max(worst)
+
+
+@pytest.mark.parametrize("how", ["dp", "zero"])
+def test_a_loss_that_only_the_script_knows(crews: Callable[[int], WorkerPool], how: str) -> None:
+    assert max(crews(3).run(loss_outside, how)) < 1e-9
+
+
+# The loss function
+
+
+def usual_loop(how: str) -> float:
+    """`criterion(model(x), y)`, as everybody writes it, trained and evaluated."""
+    criterion: Any = nn.CrossEntropyLoss(label_smoothing=0.1)
+    alone, pm = both(Classifier, (tokens_of(), target_of()), how, loss_fn=criterion)
+    worst = []
+    runs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (alone, pm)]
+    data = TensorDataset(tokens_of(rows=33), target_of(rows=33))  # the last batch has 3 rows
+    loader = DataLoader(data, batch_size=ROWS)
+    for (x, y), (own_x, own_y) in zip(loader, lopsided.shard(loader, pm), strict=True):
+        losses = []
+        for (model, optimizer), batch, loss_fn in zip(
+            runs, ((x, y), (own_x, own_y)), (criterion, pm.loss_fn), strict=True
+        ):
+            output = model(batch[0])
+            loss = loss_fn(output, batch[1])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            right = (output.argmax(1) == batch[1]).sum()
+            assert right >= 0
+        worst.append(far(*losses))
+    pm.eval()
+    with torch.no_grad():
+        for (x, y), (own_x, own_y) in zip(loader, lopsided.shard(loader, pm), strict=True):
+            worst.append(far(pm.loss_fn(pm(own_x), own_y), criterion(alone.eval()(x), y)))
+    assert {*lopsided.full_state_dict(pm)} == {*alone.state_dict()}
+    pm.train()
+    worst.append(far(pm(tokens_of(), target_of()), criterion(alone(tokens_of()), target_of())))
+    return max(worst)
+
+
+@pytest.mark.parametrize("how", ["dp", "zero"])
+def test_the_usual_loop(crews: Callable[[int], WorkerPool], how: str) -> None:
+    assert max(crews(3).run(usual_loop, how)) < 1e-9
+
+
+def wrong_uses() -> list[str]:
+    _, pm = both(InADataclass, (tokens_of(), target_of()), loss_fn=lambda out, y: F.cross_entropy(out.logits, y))
+    told = []
+    for use in (
+        lambda: pm(tokens_of()).logits.argmax(),
+        lambda: pm.loss_fn(pm(tokens_of()).logits, target_of()),
+        lambda: lopsided.parallelize(built(Classifier), (tokens_of(),), plan=pm.plan).loss_fn(1, 2),
+    ):
+        try:
+            use()
+            told.append("")
+        except lopsided.LopsidedError as error:
+            told.append(str(error))
+    return told
+
+
+def test_an_output_before_its_loss_is_refused(crews: Callable[[int], WorkerPool]) -> None:
+    for before, part, _ in crews(3).run(wrong_uses):
+        assert "before the loss function was called" in before
+        assert "a part of what the model returned" in part
+
+
+# Any shape
+
+
+def shapes(how: str) -> tuple[float, int]:
+    batch = {"tokens": tokens_of(), "target": target_of()}
+    alone, pm = both(WithLoss, batch, how)
+    worst = []
+    for seed, (rows, length) in enumerate([(10, 4), (7, 4), (10, 9), (2, 3), (7, 4), (1, 1), (10, 4)]):
+        given = {"tokens": tokens_of(seed, rows, length), "target": target_of(seed, rows)}
+        for loader in ([given], lopsided.shard([given], pm)):
+            for handed in loader:
+                alone.zero_grad(), pm.zero_grad()
+                expected, one = alone(**given)
+                logits, loss = pm(**handed)
+                one.backward()
+                loss.backward()
+                worst += [far(loss, one), far(lopsided.gather(logits), expected), gap(pm, alone)]
+    return max(worst), len(pm._programs._calls)
+
+
+@pytest.mark.parametrize("how", ["dp", "zero"])
+def test_any_shape_on_the_same_pieces(crews: Callable[[int], WorkerPool], how: str) -> None:
+    for worst, programs in crews(3).run(shapes, how):
+        assert worst < 1e-9
+        assert programs == 5
+
+
+def padded() -> tuple[float, list[int]]:
+    batch = {"tokens": tokens_of(length=16), "target": target_of()}
+    alone, pm = both(Masked, batch)
+    samples = [tokens_of(k, rows=1, length=1 + k % 13)[0].clamp(min=1) for k in range(40)]
+
+    def collate(rows: list[int]) -> dict[str, Tensor]:
+        padded = nn.utils.rnn.pad_sequence([samples[k] for k in rows], batch_first=True)
+        return {"tokens": padded, "target": torch.tensor([k % 5 for k in rows])}
+
+    loader = DataLoader(range(40), batch_size=ROWS, collate_fn=collate)  # type: ignore[arg-type]
+    worst, lengths = [], []
+    for own, whole in zip(lopsided.shard(loader, pm, pad={"tokens": 0}), loader, strict=True):
+        lengths.append(own["tokens"].shape[1])
+        worst.append(far(pm(**own)[1], alone(**whole)[1]))
+    return max(worst), lengths
+
+
+class Masked(Classifier):
+    """Padding, which is token 0, does not count."""
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Any:
+        counts = (tokens != 0)[..., None].to(self.up.weight.dtype)
+        mean = (self.embed(tokens) * counts).sum(1) / counts.sum(1)
+        logits = self.out(torch.relu(self.up(mean)))
+        return logits, F.cross_entropy(logits, target)
+
+
+def test_samples_of_different_lengths_are_padded_to_a_few(crews: Callable[[int], WorkerPool]) -> None:
+    found = crews(3).run(padded)
+    for worst, lengths in found:
+        assert worst < 1e-9
+        assert lengths == found[0][1]
+        assert {*lengths} <= {4, 6, 8, 12, 16}
+
+
+# What is not a tensor
+
+
+class Scaled(Classifier):
+    def __init__(self, tau: float = 1.0) -> None:
+        super().__init__()
+        self.tau = tau
+        self.settings = type("Settings", (), {})()
+        self.settings.power = 2
+
+    def forward(self, tokens: Tensor, target: Tensor, scale: Any = 1.0, options: Any = None) -> Any:
+        logits = self.out(self.features(tokens)) * self.tau * scale
+        if options is not None and options["square"]:
+            logits = logits.pow(self.settings.power)
+        return F.cross_entropy(logits, target)
+
+
+def numbers() -> tuple[float, int]:
+    alone, pm = both(Scaled, (tokens_of(), target_of()))
+    worst = []
+    before = len(pm._programs._calls)
+    for k, more in enumerate([(1.0,), (0.5,), (0.25,), (0.125,), (2.0, {"square": True}), (3.0, {"square": False})]):
+        alone.zero_grad(), pm.zero_grad()
+        one, loss = alone(tokens_of(k), target_of(k), *more), pm(tokens_of(k), target_of(k), *more)
+        one.backward()
+        loss.backward()
+        worst += [far(loss, one), gap(pm, alone)]
+    made = len(pm._programs._calls) - before
+    for model in (alone, pm):
+        model.tau = 0.3
+        model.settings.power = 3
+    more = (1.0, {"square": True})
+    worst.append(far(pm(tokens_of(), target_of(), *more), alone(tokens_of(), target_of(), *more)))
+    return max(worst), made
+
+
+def test_numbers_and_attributes_may_change(crews: Callable[[int], WorkerPool]) -> None:
+    for worst, programs in crews(3).run(numbers):
+        assert worst < 1e-9
+        assert programs <= 6  # those of the scale alone share one
+
+
+def annealed() -> str:
+    _, pm = both(Scaled, (tokens_of(), target_of()))
+    try:
+        for k in range(12):
+            pm.tau = 1.0 - 0.05 * k
+            pm(tokens_of(), target_of())
+    except lopsided.LopsidedError as error:
+        return str(error)
+    return ""
+
+
+def test_an_attribute_that_changes_in_every_step_is_named(crews: Callable[[int], WorkerPool]) -> None:
+    for text in crews(3).run(annealed):
+        assert "model.tau was 0." in text
+        assert "pass it to forward as an argument" in text
+
+
+def gradient_of_input(how: str) -> float:
+    """A small module in front of the parallel one, as adversarial training or a frozen encoder has it."""
+
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(8, 5)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(self.out(x), target)
+
+    torch.manual_seed(1)
+    front = nn.Linear(3, 8).double()
+    fronts = front, copy.deepcopy(front)
+    x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    alone, pm = both(Behind, (front(x).detach(), target_of()), how)
+    losses = []
+    for model, ahead in zip((alone, pm), fronts, strict=True):
+        loss = model(ahead(x), target_of())
+        loss.backward()
+        losses.append(loss.detach())
+    return max(far(*losses), gap(pm, alone), far(fronts[0].weight.grad, fronts[1].weight.grad))
+
+
+@pytest.mark.parametrize("how", ["dp", "zero"])
+def test_an_input_gets_its_whole_gradient(crews: Callable[[int], WorkerPool], how: str) -> None:
+    assert max(crews(3).run(gradient_of_input, how)) < 1e-9
