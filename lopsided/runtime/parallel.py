@@ -83,6 +83,7 @@ def parallelize(
     seed: int | None = None,
     timeout_s: float = TIMEOUT_S,
     check_every: int = CHECK_EVERY,
+    on_nan: str = "stop",
     bucket_bytes: int | None = None,
     measure_s: float = 20.0,
     tries: int = 1,
@@ -94,7 +95,8 @@ def parallelize(
     than 1, so many are made, each is run for some steps on random numbers, and the quickest is taken. The batch is an
     example of the global batch, all devices together; only its shapes matter. A model built on `meta` is initialised
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
-    for never. Gradients and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
+    for never. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the script decides. Gradients
+    and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
     """
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     progress("capturing the model")
@@ -118,6 +120,7 @@ def parallelize(
         seed=int(share_plan(str(torch.initial_seed() if seed is None else seed))) % 2**62,
         timeout_s=timeout_s,
         check_every=check_every,
+        on_nan=on_nan,
         bucket_bytes=bucket_bytes,
     )
     if path := os.environ.get(RECORD_VARIABLE):
@@ -145,6 +148,7 @@ class Parallel(nn.Module):
         seed: int = 0,
         timeout_s: float = TIMEOUT_S,
         check_every: int = CHECK_EVERY,
+        on_nan: str = "stop",
         bucket_bytes: int | None = None,
         randomness: AnyRandomness | None = None,
     ) -> None:
@@ -175,7 +179,7 @@ class Parallel(nn.Module):
         self._constant_tensors: dict[int, Tensor] = {}
         self.randomness: AnyRandomness = randomness or RankRandomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
-        self._last_loss = LastLoss(self._here())
+        self._last_loss = LastLoss(self._here(), on_nan)
         if self.wire is not None:
             self._exchange = Redistributor(self.wire, self.shares, network)
             self._gradients = Gradients(self._exchange)
@@ -205,7 +209,7 @@ class Parallel(nn.Module):
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
-        self._adopted = Adopted(self, pieces)
+        self._adopted = Adopted(self, pieces, model)
         return pieces
 
     def _here(self) -> str:
