@@ -56,10 +56,13 @@ from lopsided.runtime.adoption import Adopted, adopt, replaced
 from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
 from lopsided.runtime.autotune import quickest
 from lopsided.runtime.buffers import Buffers
+from lopsided.runtime.first_values import take_first_values
+from lopsided.runtime.handover import hand_over
 from lopsided.runtime.initial import initialise
 from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.modes import program_for
 from lopsided.runtime.optimizers import watch_optimizers
+from lopsided.runtime.parameter_hooks import ParameterHooks
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
@@ -185,7 +188,9 @@ class Parallel(nn.Module):
             self._gradients = Gradients(self._exchange)
             # Weakly: a module that nobody needs is gone at once, and its watch with it.
             this = weakref.ref(self)
-            self._gradients.on_finish = lambda: _step_is_done(this())
+            hooks = ParameterHooks(self._adopted.by_name)
+            self._gradients.on_begin = hooks.begin
+            self._gradients.on_finish = lambda: _pass_is_done(this(), hooks)
         self.recording: Recording | None = None
         self.training = model.training
         self._every_module = list(self.modules())
@@ -202,9 +207,12 @@ class Parallel(nn.Module):
             leaf.target: piece_of(leaf, stored[leaf.value.name], self.shares, self.world.place)
             for leaf in self._graph.parameters
         }
+        take_first_values(model, self.world)
         needed = {leaf.target for leaf in self._graph.leaves if leaf.kind == "buffer"}
         local = initialise(model, pieces, self.world.device, init=init, seed=seed, needed=needed)
+        before = dict(model.named_parameters(remove_duplicate=False))
         adopt(model, pieces, local)
+        hand_over(before, dict(model.named_parameters(remove_duplicate=False)))
         self._modules.update(model._modules)
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
@@ -519,6 +527,11 @@ class Parallel(nn.Module):
                 where=self._here(),
                 do="give the same values that are not tensors, or plan anew",
             )
+
+
+def _pass_is_done(pm: Parallel | None, hooks: ParameterHooks) -> None:
+    hooks.finish()
+    _step_is_done(pm)
 
 
 def _step_is_done(pm: Parallel | None) -> None:

@@ -8,17 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lopsided
 from lopsided.capturing.capture_graph import capture
 from lopsided.comm.worker_pool import WorkerPool
+from lopsided.comm.world import World
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
+from lopsided.runtime import first_values
+from lopsided.runtime.first_values import take_first_values
 from lopsided.runtime.last_loss import LastLoss, NotFiniteWarning
 from lopsided.runtime.parallel import Parallel
-from tests.runtime.test_parallel import HERE, THREE, Products, batch_of, both, gap
+from tests.runtime.test_parallel import HERE, THREE, Net, Products, batch_of, both, gap, net
+from tests.runtime.test_parallel import planned as planned_net
 from tests.support.jobs import plan_of, prices_of
 
 Crews = Callable[[int], WorkerPool]
@@ -146,3 +151,176 @@ def stopped() -> str:
 def test_what_to_do_about_it_is_one_of_three() -> None:
     with pytest.raises(lopsided.LopsidedError, match="on_nan is 'skip'"):
         LastLoss("rank 0", "skip")
+
+
+# An optimizer that is built first
+
+
+def optimizer_first(cut: bool, late: bool) -> tuple[float, list[float], list[bool]]:
+    """Groups, options, schedule and zero_grad of an optimizer that was made for the model's own parameters."""
+    alone, model = products(), products()
+    pairs = []
+    for one in (alone, model):
+        groups = [{"params": [one.a], "weight_decay": 0.1}, {"params": [one.b]}]
+        if late and one is model:  # of a list of parameters that was made before
+            pm = lopsided.parallelize(model, (numbers(),), plan=planned(cut))
+        optimizer = torch.optim.AdamW(groups, lr=0.05)
+        pairs.append((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)))
+    if not late:
+        pm = lopsided.parallelize(model, (numbers(),), plan=planned(cut))
+    for k in range(3):
+        for one, (optimizer, schedule) in zip((alone, pm), pairs, strict=True):
+            optimizer.zero_grad()
+            one(numbers(k)).backward()
+            optimizer.step()
+            schedule.step()
+    optimizer = pairs[1][0]
+    held = [any(p is q for q in pm.parameters()) for group in optimizer.param_groups for p in group["params"]]
+    return gap(pm, alone, gradients=False), [group["weight_decay"] for group in optimizer.param_groups], held
+
+
+@pytest.mark.parametrize(("cut", "late"), [(True, False), (False, False), (True, True)])
+def test_an_optimizer_that_is_built_first(crews: Crews, cut: bool, late: bool) -> None:
+    for off, decays, held in crews(3).run(optimizer_first, cut, late):
+        assert off < 1e-12
+        assert decays == [0.1, 0.01]
+        assert held == [True, True]
+
+
+def optimizer_with_state() -> str:
+    model = products()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(numbers()).backward()
+    optimizer.step()
+    return told(lambda: lopsided.parallelize(model, (numbers(),), plan=planned()))
+
+
+def test_an_optimizer_that_has_a_state(crews: Crews) -> None:
+    for said in crews(3).run(optimizer_with_state):
+        assert said.startswith("AdamW has a state of the whole parameter a")
+        assert "build it after parallelize" in said
+
+
+# Hooks on parameters
+
+
+def with_hooks(kind: str, first: bool) -> tuple[float, float, list[str]]:
+    """A clamp on two, a step in the backward pass on one; set before `parallelize` or after; one is removed again."""
+    calls: list[str] = []
+
+    def set_on(model: nn.Module, told: list[str]) -> Any:
+        found = dict(model.named_parameters())
+        found["embed.weight"].register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        found["up.weight"].register_hook(lambda g: told.append("up") or g * 3)
+
+        def step(p: Tensor) -> None:
+            told.append("norm")
+            p.data.sub_(0.1 * p.grad)
+
+        found["norm.bias"].register_post_accumulate_grad_hook(step)
+        return found["up.weight"].register_hook(lambda g: g + 7)
+
+    alone, model = net(), net()
+    plan = planned_net(net(), kind)
+    removed = set_on(model, calls) if first else None
+    pm = lopsided.parallelize(model, batch_of(), plan=plan, bucket_bytes=800)
+    (removed or set_on(pm, calls)).remove()
+    set_on(alone, []).remove()
+    for k in range(3):  # gradients add up
+        for one in (alone, pm):
+            one(**batch_of(k)).backward()
+    return gap(pm, alone), gap(pm, alone, gradients=False), calls
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("kind", ["dp", "zero"])
+def test_hooks_on_parameters(crews: Crews, kind: str, first: bool) -> None:
+    for gradients, parameters, calls in crews(3).run(with_hooks, kind, first):
+        assert gradients < 1e-12
+        assert parameters < 1e-12
+        assert sorted(calls) == ["norm"] * 3 + ["up"] * 3
+
+
+def hook_without_sync() -> tuple[str, str]:
+    _, pm = small()
+    mask = torch.ones(6, 9, dtype=torch.float64)
+    handle = pm.get_parameter("a").register_hook(lambda g: g * mask)
+    with pm.no_sync():
+        loss = pm(numbers())
+        kept = told(loss.backward)
+    loss = pm(numbers())
+    masked = told(loss.backward)
+    handle.remove()
+    pm(numbers()).backward()
+    return kept, masked
+
+
+def test_hooks_that_cannot_be_right(crews: Crews) -> None:
+    for kept, masked in crews(3).run(hook_without_sync):
+        assert kept.startswith("a has a hook, and its gradient is not complete under no_sync()")
+        assert masked.startswith("a hook of a failed on this process's piece of the gradient")
+
+
+# Weights that differ by rank
+
+
+def other_seeds(kind: str) -> tuple[float, float, float]:
+    """`torch.manual_seed(seed + rank)`, and a buffer that only rank 0 has moved."""
+    alone = net()
+    torch.manual_seed(dist.get_rank())
+    model = Net().to(HERE, torch.float64)
+    if dist.get_rank() == 0:
+        model.bn.running_mean.fill_(0.25)
+    alone.bn.running_mean.fill_(0.25)
+    pm = lopsided.parallelize(model, batch_of(), plan=planned_net(net(), kind))
+    before = gap(pm, alone, gradients=False)
+    loss, expected = pm(**batch_of()), alone(**batch_of())
+    expected.backward()
+    loss.backward()
+    return before, gap(pm, alone), (pm.get_buffer("bn.running_mean") - alone.bn.running_mean).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["dp", "zero"])
+def test_the_weights_of_rank_0_count(crews: Crews, kind: str) -> None:
+    for parameters, gradients, buffers in crews(3).run(other_seeds, kind):
+        assert parameters == 0
+        assert max(gradients, buffers) < 1e-12
+
+
+def in_chunks() -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """What differs is sent, in several parts, whatever its dtype and layout."""
+    rank = dist.get_rank()
+    model = nn.Module()
+    wide = torch.arange(12.0).view(3, 4).add(rank).to(torch.bfloat16)
+    model.register_buffer("turned", wide.t())
+    model.register_buffer("number", torch.tensor(rank))
+    model.register_buffer("same", torch.ones(5))
+    model.register_buffer("nothing", torch.ones(0))
+    model.weight = nn.Parameter(torch.full((7, 3), float(rank)))
+    world = World(rank, dist.get_world_size(), (0, 1, 2), (0, 1, 2), torch.device("cpu"))
+    size, first_values._CHUNK_BYTES = first_values._CHUNK_BYTES, 8
+    try:
+        found = take_first_values(model, world)
+    finally:
+        first_values._CHUNK_BYTES = size
+    right = torch.equal(model.turned, torch.arange(12.0).view(3, 4).t().bfloat16()) and not model.weight.any()
+    return found, take_first_values(model, world), bool(right and model.number == 0)
+
+
+def test_what_differs_is_sent_in_chunks(crews: Crews) -> None:
+    for found, again, right in crews(3).run(in_chunks):
+        assert found == ("weight", "turned", "number")
+        assert again == ()
+        assert right
+
+
+def built_on_meta_by_some() -> str:
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = Products()
+    world = World(dist.get_rank(), dist.get_world_size(), (0, 1, 2), (0, 1, 2), torch.device("cpu"))
+    return told(lambda: take_first_values(model, world))
+
+
+def test_models_that_are_not_built_alike(crews: Crews) -> None:
+    for said in crews(3).run(built_on_meta_by_some):
+        assert "the number of those on meta is 0 on rank 0, 2 on ranks 1, 2" in said
