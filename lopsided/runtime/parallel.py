@@ -423,6 +423,10 @@ class Parallel(nn.Module):
         finally:
             self._syncing = before
 
+    def together(self, call: str) -> None:
+        """A call that every rank must make begins: refused if others make another one, or none within `timeout_s`."""
+        self.watch.call(call)
+
     def close(self) -> None:
         """Stop watching the other ranks. The end of the process does it too."""
         self.watch.stop()
@@ -464,6 +468,7 @@ class Parallel(nn.Module):
         After so many more steps of the optimizer the first process's `Recording.run` has what was found, and it is
         written to `path`. Every process of the run calls this at the same place; those without a device get None.
         """
+        self.together("pm.record")
         self.recording = start_recording(
             self,
             self.plan,
