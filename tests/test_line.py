@@ -100,6 +100,7 @@ def test_public_names() -> None:
         "clip_grad_norm_",
         "derive_rules",
         "full_state_dict",
+        "gather",
         "load_checkpoint",
         "load_cluster",
         "load_full_state_dict",
@@ -115,6 +116,7 @@ def test_public_names() -> None:
         "shard",
         "simulate",
         "verify",
+        "whole",
     ]
 
 

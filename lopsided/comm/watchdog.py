@@ -3,7 +3,8 @@
 In: a `World` and the store through which its processes found each other. Out: `Watchdog`. A thread posts this rank's
 `Position` every second; the main thread only writes attributes. When a collective fails, `explain` reads the others'
 positions and names the rank that failed, died, left, or is elsewhere. A handshake at the start of a step finds ranks
-that do not do the same before they wait for each other.
+that do not do the same before they wait for each other; so does one at the start of any other call that all ranks must
+make (`call`).
 
     posted            by whom                                     read by
     at/RANK           its thread, every second                    explain; the rank before it, every second
@@ -21,15 +22,18 @@ import itertools
 import json
 import logging
 import os
+import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,7 +49,11 @@ _MOST_S = 4.5  # that an explanation takes
 _BEATS = 3  # that are missed by a rank that is called silent
 _GRACE_S = 10.0  # for the main thread to notice by itself what the thread knows
 _STAY_S = 3.0  # that rank 0 stays for others to read
+_WORDS = 3  # of 8 bytes, for the name of a call
 _numbers = itertools.count()
+
+FORWARD = "a forward pass"
+"""The call that a handshake is about, unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +172,7 @@ class Watchdog:
         self._first: Position | None = None  # of rank 0, with which the store may go
         self._neighbour = (-1, -1, 0.0)  # its rank, its last beat, when that was heard
         self._shake: tuple[dist.Work, Tensor, Tensor, dict[str, str]] | None = None
+        self._calls = 0  # of those that bystanders make too
         self._stopping = threading.Event()
         self._post()
         self._thread = threading.Thread(target=self._run, name="lopsided-watch", daemon=True)
@@ -255,23 +264,35 @@ class Watchdog:
 
         `program` and `inputs` are texts that must be equal on all ranks; the latter is shown when it is not.
         """
-        self.finish_handshake()
-        self._step = step
-        if self._side is None or len(self.world.ranks) == 1:
-            return
-        row = torch.tensor([step, _number(program), _number(inputs), training, sync])
-        heard = torch.empty(len(self.world.ranks), len(row), dtype=torch.int64)
         facts = {
+            "call": FORWARD,
             "step": str(step),
             "program": program[:100],
             "inputs": inputs[:1000],
             "mode": "training" if training else "evaluation",
             "gradients": "synchronised" if sync else "kept (no_sync)",
         }
+        self._tell([step, _number(program), _number(inputs), training, sync], facts)
+
+    def call(self, what: str) -> None:
+        """A call that every rank must make begins: refuse it if others make another one, or none within the timeout."""
+        self._tell([self._step, 0, 0, 0, 0], {"call": what, "step": str(self._step)})
+        self.finish_handshake()
+        if self.world.size > len(self.world.ranks):
+            self._meet_bystanders(what)
+
+    def _tell(self, numbers: Sequence[int], facts: dict[str, str]) -> None:
+        """Start a handshake: equal facts have equal numbers."""
+        self.finish_handshake()
+        self._step = int(facts["step"])
+        if self._side is None or len(self.world.ranks) == 1:
+            return
+        row = torch.tensor([*_packed(facts["call"]), *numbers])
+        heard = torch.empty(len(self.world.ranks), len(row), dtype=torch.int64)
         try:
             work = dist.all_gather(list(heard.unbind()), row, group=self._side, async_op=True)
         except RuntimeError as error:
-            raise self.explain(error, "the handshake") from error
+            raise self.explain(error, facts["call"]) from error
         self._shake = (work, heard, row, facts)
 
     def finish_handshake(self) -> None:
@@ -279,15 +300,19 @@ class Watchdog:
         if self._shake is None:
             return
         (work, heard, row, facts), self._shake = self._shake, None
-        self.entering("the handshake")
+        what = "the handshake" if facts["call"] == FORWARD else facts["call"]
+        self.entering(what)
         try:
             work.wait()
             if torch.equal(heard, row.expand_as(heard)):
                 return
+            if not torch.equal(heard[:, :_WORDS], row[:_WORDS].expand(len(heard), -1)):
+                # Without another exchange: who makes another call may wait elsewhere.
+                self._refuse_calls({rank: _unpacked(row) for rank, row in zip(self.world.ranks, heard, strict=True)})
             told: list[dict[str, str]] = [facts] * len(self.world.ranks)
             dist.all_gather_object(told, facts, group=self._side)
         except RuntimeError as error:
-            raise self.explain(error, "the handshake") from error
+            raise self.explain(error, what) from error
         finally:
             self.left()
         raise WorldError(
@@ -295,6 +320,33 @@ class Watchdog:
             where=f"rank {self.world.rank}, step {facts['step']}",
             do="run the same steps on every rank, with batches of the same shapes",
         )
+
+    def _refuse_calls(self, calls: Mapping[int, str]) -> NoReturn:
+        """Ranks make different calls, of which some cannot look up from theirs: they are told why it will not end."""
+        odd = odd_ones({rank: {"the call": call} for rank, call in calls.items()})
+        error = WorldError(
+            f"ranks do not do the same: {odd}",
+            where=f"rank {self.world.rank}, step {self._step}",
+            do="make the call on every rank: look for an `if rank == 0` around it",
+        )
+        _within(_STAY_S, lambda: self._fail(Failure(self.world.rank, error.what), self._asks))
+        raise error
+
+    def _meet_bystanders(self, what: str) -> None:
+        """Wait for the call on all ranks, also those without a device; they have no group in common with the others."""
+        place, self._calls = f"call/{self._calls}", self._calls + 1
+        keys = [f"{place}/{rank}" for rank in range(self.world.size)]
+        self.entering(what)
+        try:
+            self._asks.set(keys[self.world.rank], what)
+            self._asks.wait(keys, timedelta(seconds=self.timeout_s))
+            calls = {rank: self._asks.get(key).decode() for rank, key in enumerate(keys)}
+        except RuntimeError as error:
+            raise self.explain(error, what) from error
+        finally:
+            self.left()
+        if len({*calls.values()}) > 1:
+            self._refuse_calls(calls)
 
     # The thread
 
@@ -444,6 +496,19 @@ def _at_exit() -> None:
 def _torchrun_holds_the_store() -> bool:
     """It keeps the store in its own process; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _packed(call: str) -> tuple[int, ...]:
+    """The name of a call as numbers that can be sent with others.
+
+    >>> _unpacked(torch.tensor(_packed("save_checkpoint")))
+    'save_checkpoint'
+    """
+    return struct.unpack(f"<{_WORDS}q", call.encode()[: 8 * _WORDS].ljust(8 * _WORDS, b"\0"))
+
+
+def _unpacked(row: Tensor) -> str:
+    return struct.pack(f"<{_WORDS}q", *row[:_WORDS].tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 @lru_cache(maxsize=64)

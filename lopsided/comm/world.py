@@ -151,7 +151,7 @@ def _first_line(error: BaseException) -> str:
 _spoken: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group, and one for CPU tensors
 
 
-def _group_to_talk() -> dist.ProcessGroup:
+def group_to_talk() -> dist.ProcessGroup:
     """All ranks, for CPU tensors. Where the user's own default group is NCCL alone, a second one beside it."""
     global _spoken
     default = dist.group.WORLD
@@ -168,7 +168,7 @@ def share_plan(
 ) -> str:
     """The text of rank `source`, on every rank of a group (of all, unless given). If it has `trouble` instead, every
     rank refuses to go on and says so."""
-    group = group or _group_to_talk()
+    group = group or group_to_talk()
     data = (trouble or plan_text or "").encode() if dist.get_rank() == source else b""
     size = torch.tensor([-len(data) if trouble or not plan_text else len(data)])
     dist.broadcast(size, source, group=group)
@@ -194,7 +194,7 @@ def _tell(device: torch.device) -> tuple[RankInfo, ...]:
         hardware, memory, chip = torch.cuda.get_device_name(device), facts.total_memory, str(getattr(facts, "uuid", ""))
     mine = RankInfo(dist.get_rank(), socket.gethostname(), _local_rank(), str(device), hardware, memory, chip)
     heard: list[tuple[str, RankInfo]] = [("", mine)] * dist.get_world_size()
-    dist.all_gather_object(heard, (os.environ.get("GROUP_RANK", ""), mine), group=_group_to_talk())
+    dist.all_gather_object(heard, (os.environ.get("GROUP_RANK", ""), mine), group=group_to_talk())
     # Two agents of torchrun on one machine are two nodes.
     agents = Counter(host for _, host in {(agent, one.host) for agent, one in heard})
     return tuple(
@@ -218,7 +218,7 @@ def check_same(world: World, facts: Mapping[str, str]) -> None:
     """Refuse, on every rank, facts that are not the same on all. All ranks call it."""
     mine = dict(facts)
     heard: list[dict[str, str]] = [mine] * world.size
-    dist.all_gather_object(heard, mine, group=_group_to_talk())
+    dist.all_gather_object(heard, mine, group=group_to_talk())
     if found := odd_ones(dict(enumerate(heard))):
         raise WorldError(
             f"ranks disagree: {found}",

@@ -60,6 +60,7 @@ class Gradients:
     def __init__(self, exchange: Redistributor) -> None:
         self.exchange = exchange
         self.syncing = True
+        self.on_begin: Callable[[bool], None] = lambda syncing: None
         self.on_finish: Callable[[], None] = lambda: None
         self._filling: dict[GradientBucket, dict[str, tuple[Synced, Tensor]]] = {}
         self._sent: list[tuple[Callable[[], Sequence[Tensor]], list[Synced]]] = []  # not handed out, the oldest first
@@ -80,6 +81,7 @@ class Gradients:
     def begin(self) -> None:
         """A backward pass has started; `finish` is called when it ends."""
         if not self._begun:
+            self.on_begin(self.syncing)
             self._begun = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 

@@ -1,13 +1,15 @@
 """A model's parameters, replaced by this process's pieces of them, and watched from then on.
 
 In: a model, how each parameter is held (`Piece`), this process's tensors. Out: `Adopted`, which knows where each of
-them is and refuses one that was exchanged, converted, thawed or moved; `replaced`, to lend a model other parameters.
+them is and refuses one that was exchanged, converted, thawed or moved, and modules that were exchanged; `replaced`, to
+lend a model other parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +32,19 @@ def adopt(model: nn.Module, pieces: Mapping[str, Piece], local: Mapping[str, Ten
 
 
 class Adopted:
-    """The parameters that were put in place, by name; tied names share one."""
+    """The parameters that were put in place, by name; tied names share one.
 
-    def __init__(self, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+    `model` is the parallel module, `original` the one it was made of: their submodules are the same, but each has lists
+    of its own, and either can be changed.
+    """
+
+    def __init__(self, model: nn.Module, pieces: Mapping[str, Piece], original: nn.Module) -> None:
         self._pieces = pieces
+        self._structure = [
+            _Structure(path, module._modules, module._parameters)
+            for root in (model, original)
+            for path, module in root.named_modules(remove_duplicate=False)
+        ]
         self.by_name: dict[str, nn.Parameter] = {}
         # Dictionaries of parameters, not their modules: one of them may hold this.
         self._places: list[tuple[Mapping[str, nn.Parameter | None], str, str]] = []
@@ -45,7 +56,9 @@ class Adopted:
                 self.by_name[name] = owner.get_parameter(key)
 
     def check(self, device: torch.device, where: str) -> None:
-        """Every parameter is still the one that was put there, in shape, dtype and place."""
+        """Every parameter is still the one that was put there, in shape, dtype and place, and no others came."""
+        for structure in self._structure:
+            structure.check(where)
         for place, key, name in self._places:
             parameter, piece = self.by_name[name], self._pieces[name]
             if place.get(key) is not parameter:
@@ -73,6 +86,46 @@ class Adopted:
                     where=where,
                     do="leave parameters where parallelize puts them; it takes device=",
                 )
+
+
+class _Structure:
+    """The submodules and parameters that one module had when it was captured."""
+
+    def __init__(
+        self, path: str, modules: Mapping[str, nn.Module | None], parameters: Mapping[str, nn.Parameter | None]
+    ) -> None:
+        self._path = f"{path}." if path else ""
+        # Dictionaries of modules, not their owner: it may hold this.
+        self._modules, self._parameters = modules, parameters
+        self._before, self._names = dict(modules), [*parameters]
+
+    def check(self, where: str) -> None:
+        before = self._before
+        same = len(self._modules) == len(before) and all(map(is_, self._modules.values(), before.values()))
+        if not same and (changed := self._changed()):
+            raise TrainingError(
+                f"the module {self._path}{changed} after parallelize: the step that runs does not know it",
+                where=where,
+                do="change the model before parallelize, or parallelize it anew: "
+                "lopsided.full_state_dict(pm) gives its weights",
+            )
+        if len(self._parameters) > len(self._names):
+            added = next(name for name in self._parameters if name not in self._names)
+            raise TrainingError(
+                f"the parameter {self._path}{added} was added after parallelize and would never be trained",
+                where=where,
+                do="add it to the model before parallelize",
+            )
+
+    def _changed(self) -> str:
+        """Which module is another one, or was added with parameters of its own; a metric may be added."""
+        for name, module in self._before.items():
+            if self._modules.get(name) is not module:
+                return f"{name} was replaced"
+        for name, module in self._modules.items():
+            if name not in self._before and module is not None and next(module.parameters(), None) is not None:
+                return f"{name} was added"
+        return ""
 
 
 @contextmanager

@@ -1,22 +1,33 @@
-"""A loss that is no number ends the run, and says whose term it was.
+"""A loss that is no number ends the run, unless the script wants to go on, and says whose term it was.
 
-In: the loss of a forward pass and this device's own term of it. Out: nothing, or a `TrainingError`. On a GPU the loss
-is looked at one step later: the host would stand still until all that is queued is done.
+In: the loss of a forward pass and this device's own term of it. Out: nothing, a `TrainingError`, or a warning. On a GPU
+the loss is looked at one step later: the host would stand still until all that is queued is done.
 """
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
-from lopsided.errors import TrainingError
+from lopsided.errors import InputError, TrainingError
+
+ON_NAN = ("stop", "warn", "ignore")
+"""What may be done about a loss that is not finite."""
+
+
+class NotFiniteWarning(UserWarning):
+    """A loss that is not finite, where the run goes on (`on_nan="warn"`)."""
 
 
 class LastLoss:
     """The loss that was made last, until somebody has looked at it."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, where: str, on_nan: str = "stop") -> None:
+        if on_nan not in ON_NAN:
+            raise InputError(f"on_nan is {on_nan!r}", where="parallelize", do=f"choose from {', '.join(ON_NAN)}")
+        self._where, self._on_nan = where, on_nan
         self._loss: Tensor | None = None
         self._own: Tensor | None = None
         self._told: torch.cuda.Event | None = None  # behind which both are on the host
@@ -24,6 +35,8 @@ class LastLoss:
 
     def remember(self, loss: Tensor, own: Tensor, number: int) -> None:
         """`number` is that of the forward pass."""
+        if self._on_nan == "ignore":
+            return
         self._number = number
         if loss.device.type == "cpu":
             self._loss, self._own = loss.detach(), own
@@ -45,8 +58,13 @@ class LastLoss:
         if loss is None or own is None or bool(loss.isfinite().all()):
             return
         mine = "its own term is not finite either" if not bool(own.isfinite().all()) else "its own term is finite"
+        what = f"the loss is {loss.item():g} in forward pass {self._number}"
+        if self._on_nan == "warn":
+            warnings.warn(f"{what} ({self._where}: {mine})", NotFiniteWarning, stacklevel=4)
+            return
         raise TrainingError(
-            f"the loss is {loss.item():g} in forward pass {self._number}",
+            what,
             where=f"{self._where}: {mine}",
-            do="lower the learning rate, clip gradients, or look at the data of the ranks whose term is not finite",
+            do="lower the learning rate, clip gradients, or look at the data of the ranks whose term is not finite; "
+            'parallelize(..., on_nan="warn") goes on, for a script that skips such a batch',
         )

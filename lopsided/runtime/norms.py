@@ -29,7 +29,7 @@ def clip_grad_norm_(
 
     The same as `torch.nn.utils.clip_grad_norm_` of the model on one device, on every process. All must call it.
     """
-    norm = grad_norm(pm, norm_type)
+    norm = grad_norm(pm, norm_type, call="clip_grad_norm_")
     if error_if_nonfinite and not math.isfinite(norm.item()):
         here = [name for name, grad in _gradients(pm) if not grad.isfinite().all()]
         raise TrainingError(
@@ -45,7 +45,7 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def grad_norm(pm: Parallel, norm_type: float = 2.0) -> Tensor:
+def grad_norm(pm: Parallel, norm_type: float = 2.0, *, call: str = "grad_norm") -> Tensor:
     """The norm of the whole model's gradient, on every process. All must call it."""
     order, world = float(norm_type), pm.world
     if order == 0 or math.isnan(order):
@@ -54,6 +54,7 @@ def grad_norm(pm: Parallel, norm_type: float = 2.0) -> Tensor:
             where=f"norm_type={norm_type}",
             do="use 2, 1, inf or another order",
         )
+    pm.together(call)
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
     if pm.wire is not None:
         norms = _norms(_counted_here(pm), order, world.device)

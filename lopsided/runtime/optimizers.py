@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lopsided.runtime.handover import adopt_parameters
 from lopsided.runtime.pieces import Piece
 
 _TOLERANCE = 1e-6
@@ -73,6 +74,7 @@ def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if torch.compiler.is_compiling():
         return
     if optimizer not in _holds:
+        adopt_parameters(optimizer)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [pm for pm in _models if not held.isdisjoint(id(p) for _, p in pm.named_parameters())]
         if not found:

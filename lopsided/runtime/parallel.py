@@ -59,10 +59,13 @@ from lopsided.runtime.agreement import agreed_plans, digest_of, in_group_order
 from lopsided.runtime.autotune import quickest
 from lopsided.runtime.buffers import Buffers
 from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
+from lopsided.runtime.first_values import take_first_values
+from lopsided.runtime.handover import hand_over
 from lopsided.runtime.initial import initialise
 from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
+from lopsided.runtime.parameter_hooks import ParameterHooks
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.programs import CallProgram, Programs
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
@@ -85,6 +88,7 @@ def parallelize(
     seed: int | None = None,
     timeout_s: float = TIMEOUT_S,
     check_every: int = CHECK_EVERY,
+    on_nan: str = "stop",
     bucket_bytes: int | None = None,
     measure_s: float = 20.0,
     tries: int = 1,
@@ -96,7 +100,8 @@ def parallelize(
     than 1, so many are made, each is run for some steps on random numbers, and the quickest is taken. The batch is an
     example of the global batch, all devices together; only its shapes matter. A model built on `meta` is initialised
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
-    for never. Gradients and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
+    for never. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the script decides. Gradients
+    and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
     """
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     progress("capturing the model")
@@ -121,6 +126,7 @@ def parallelize(
         seed=int(share_plan(str(torch.initial_seed() if seed is None else seed))) % 2**62,
         timeout_s=timeout_s,
         check_every=check_every,
+        on_nan=on_nan,
         bucket_bytes=bucket_bytes,
     )
     if path := os.environ.get(RECORD_VARIABLE):
@@ -148,6 +154,7 @@ class Parallel(nn.Module):
         seed: int = 0,
         timeout_s: float = TIMEOUT_S,
         check_every: int = CHECK_EVERY,
+        on_nan: str = "stop",
         bucket_bytes: int | None = None,
         randomness: AnyRandomness | None = None,
     ) -> None:
@@ -178,13 +185,15 @@ class Parallel(nn.Module):
         self._constant_tensors: dict[int, Tensor] = {}
         self.randomness: AnyRandomness = randomness or RankRandomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
-        self._last_loss = LastLoss(self._here())
+        self._last_loss = LastLoss(self._here(), on_nan)
         if self.wire is not None:
             self._exchange = Redistributor(self.wire, self.shares, network)
             self._gradients = Gradients(self._exchange)
             # Weakly: a module that nobody needs is gone at once, and its watch with it.
             this = weakref.ref(self)
-            self._gradients.on_finish = lambda: _step_is_done(this())
+            hooks = ParameterHooks(self._adopted.by_name)
+            self._gradients.on_begin = hooks.begin
+            self._gradients.on_finish = lambda: _pass_is_done(this(), hooks)
         self.recording: Recording | None = None
         self.training = model.training
         self._every_module = list(self.modules())
@@ -228,14 +237,17 @@ class Parallel(nn.Module):
             leaf.target: piece_of(leaf, stored[leaf.value.name], self.shares, self.world.place)
             for leaf in self._graph.parameters
         }
+        take_first_values(model, self.world)
         needed = {leaf.target for leaf in self._graph.leaves if leaf.kind == "buffer"}
         local = initialise(model, pieces, self.world.device, init=init, seed=seed, needed=needed)
+        before = dict(model.named_parameters(remove_duplicate=False))
         adopt(model, pieces, local)
+        hand_over(before, dict(model.named_parameters(remove_duplicate=False)))
         self._modules.update(model._modules)
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
-        self._adopted = Adopted(self, pieces)
+        self._adopted = Adopted(self, pieces, model)
         return pieces
 
     def _here(self) -> str:
@@ -499,6 +511,10 @@ class Parallel(nn.Module):
         finally:
             self._syncing = before
 
+    def together(self, call: str) -> None:
+        """A call that every rank must make begins: refused if others make another one, or none within `timeout_s`."""
+        self.watch.call(call)
+
     def close(self) -> None:
         """Stop watching the other ranks. The end of the process does it too."""
         self.watch.stop()
@@ -540,6 +556,7 @@ class Parallel(nn.Module):
         After so many more steps of the optimizer the first process's `Recording.run` has what was found, and it is
         written to `path`. Every process of the run calls this at the same place; those without a device get None.
         """
+        self.together("pm.record")
         self.recording = start_recording(
             self,
             self.plan,
@@ -604,6 +621,11 @@ class Parallel(nn.Module):
             raise self.watch.explain(error, "the loss, told to all ranks") from error
         finally:
             self.watch.left()
+
+
+def _pass_is_done(pm: Parallel | None, hooks: ParameterHooks) -> None:
+    hooks.finish()
+    _step_is_done(pm)
 
 
 def _step_is_done(pm: Parallel | None) -> None:

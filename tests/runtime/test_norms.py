@@ -48,6 +48,9 @@ class Model(nn.Module):
             self.register_parameter(name, parameter)
         self.tied = self.rows
 
+    def together(self, call: str) -> None:
+        assert call in ("clip_grad_norm_", "grad_norm")
+
     def alone(self) -> Model:
         self.world = SimpleNamespace(rank=0, size=1, ranks=(0,), place=0, device=torch.device("cpu"))
         self.wire = _Wire()

@@ -143,6 +143,7 @@ def save(
     With `wait=False` it returns as soon as everything is copied to main memory, and writes while training goes on. A
     save waits for the one before. `keep` is how many checkpoints up to this one are left in the folder.
     """
+    pm.together("save_checkpoint")
     accord, folder = accord_of(pm), Path(folder).absolute()
     _finish_last(accord)
     step = pm.steps_done
@@ -312,6 +313,7 @@ def load(
     what it holds now. The optimizer is a fresh one of the same class, with the same groups of parameters. Nothing is
     changed if the checkpoint does not fit.
     """
+    pm.together("load_checkpoint")
     accord, folder = accord_of(pm), Path(folder).absolute()
     _finish_last(accord)
 

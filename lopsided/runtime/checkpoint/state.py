@@ -175,6 +175,7 @@ def full_state_dict(pm: Holder, *, everywhere: bool = True) -> dict[str, Tensor]
 
     With `everywhere=False` only rank 0 keeps the values; the others return an empty dict.
     """
+    pm.together("full_state_dict")
     world = pm.world
     held = tensors_of(pm)
     keep = everywhere or world.rank == 0
@@ -252,6 +253,7 @@ def load_full_state_dict(pm: Holder, source: Source, *, strict: bool = True) -> 
     only rank 0 has it and others give None, rank 0 sends it, a tensor at a time. Of tied names one is enough. Keys that
     are missing, unexpected (both fine with `strict=False`) or of another shape are found before anything is changed.
     """
+    pm.together("load_full_state_dict")
     accord = accord_of(pm)
     held = tensors_of(pm)
     with ExitStack() as stack:
