@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.comm.watchdog import Position, Watchdog, blame, reason_of
+from lopsided.comm.watchdog import Failure, Position, Watchdog, _within, blame, reason_of
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, default_store, side_group
 from lopsided.errors import LopsidedError, WorldError
@@ -148,6 +148,24 @@ def test_where_rank_0_held_the_store() -> None:
         outcomes = crew.outcomes(die, 0)
     assert outcomes[1][0], outcomes[1][1]
     assert "rank 0 is gone, and with it the store" in outcomes[1][1]
+
+
+def hear_and_lose_the_store() -> str:
+    """Rank 0 tells why it fails, and is gone with the store before rank 1 is asked about a collective."""
+    watch = a_watch(every_s=0.05)
+    if dist.get_rank() == 0:
+        watch._fail(Failure(0, "rank 0 failed: no disk"), watch._asks)
+        watch._stay("seen")
+        os.kill(os.getpid(), signal.SIGKILL)
+    while _within(1.0, lambda: watch._asks.check(["failed"])) is not None:
+        time.sleep(0.05)
+    return watch.explain(RuntimeError("x"), "all_reduce of %w").what
+
+
+def test_a_reason_that_was_heard_outlives_the_store() -> None:
+    with WorkerPool(2) as crew:
+        outcomes = crew.outcomes(hear_and_lose_the_store)
+    assert outcomes[1] == (True, "rank 0 failed: no disk")
 
 
 # Handshakes
