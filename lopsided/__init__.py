@@ -16,8 +16,7 @@ from lopsided.errors import LopsidedError
 from lopsided.ir.graph import Graph
 from lopsided.ir.graph_text import parse_graph
 from lopsided.ir.placement import Placement, Shares
-from lopsided.ir.program import Program, check_program, one_device, parse_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, check_program, one_device, parse_program
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, save_plan
@@ -28,9 +27,8 @@ from lopsided.runtime.checkpoint.checkpoint import save as save_checkpoint
 from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
 from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel, parallelize
-from lopsided.verification.random_programs import random_program
 from lopsided.verification.simulator import Simulation, simulate
-from lopsided.verification.verifier import Verification, verify
+from lopsided.verification.verifier import Verification, random_program, verify
 
 __all__ = [
     "Cluster",

@@ -2,7 +2,7 @@
 
 In: what the processes of a run noted (`runtime/recording`). Out: `Run`, plain data, to JSON and back;
 `parse_run(run_text(run)) == run`. A run carries its plan, so that it can be confronted with it (`confront`), shown
-(`report`) and learnt from (`feedback`).
+(`report`) and learnt from (`calibrated_by`).
 
 A step is either timed alone or recorded in full; noting every op takes time itself, so how long a step takes is read
 off those that were only timed.

@@ -28,9 +28,7 @@ from lopsided.cli import (
     demo_command,
     plan_commands,
     profile_commands,
-    report_commands,
     run_commands,
-    train_commands,
 )
 from lopsided.cli.terminal import (
     BROKEN_PIPE,
@@ -49,11 +47,11 @@ from lopsided.cli.terminal import (
     stop_writing,
 )
 from lopsided.errors import InputError, LopsidedError, ModelError, NotationError, SharesError
-from lopsided.ir.dtypes import TOLERANCE
 from lopsided.ir.graph import Graph
 from lopsided.ir.notation import parse_line
+from lopsided.ir.op_call import TOLERANCE
 from lopsided.ir.placement import check_shares
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import RuleBook
 from lopsided.models.by_name import load
 from lopsided.ops import TABLE, describe
 from lopsided.ops.derive import derive_rules, describe_call
@@ -77,12 +75,12 @@ app.command("show")(plan_commands.show_command)
 app.command("diff")(plan_commands.diff_command)
 app.command("clusters")(plan_commands.clusters_command)
 app.command("profile")(profile_commands.profile_command)
-app.command("report")(report_commands.report_command)
-app.command("trace")(report_commands.trace_command)
+app.command("report")(plan_commands.report_command)
+app.command("trace")(plan_commands.trace_command)
 app.command("run", cls=run_commands.RunCommand)(run_commands.run_command)
 app.command("convert")(run_commands.convert_command)
-app.command("train")(train_commands.train_command)
-app.command("confront")(train_commands.confront_command)
+app.command("train")(run_commands.train_command)
+app.command("confront")(run_commands.confront_command)
 app.command("demo")(demo_command.demo_command)
 
 

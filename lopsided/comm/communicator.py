@@ -1,8 +1,8 @@
 """The devices of a plan talk: collectives on flat tensors whose pieces need not be equal, every way a plan can choose.
 
 In: a process group, this process's device, the prices. Out: `Communicator`, whose methods start a collective and return
-a `Handle` to wait for it. How a way is carried out on which backend stands in `lanes`; CUDA tensors go over gloo by
-`ferry`. Here is what is the same for all: which way, as which dtype, and who is to blame if it fails.
+a `Handle` to wait for it. How an algorithm is carried out on which backend stands in `backends`. Here is what is the
+same for all: which algorithm, as which dtype, and who is to blame if it fails.
 
 Every process must start the same collectives in the same order and wait for each. Until it has waited, it must neither
 change what it gave nor use what it gets.
@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lopsided.cluster.collectives import Network
-from lopsided.comm.backends import Backend, Flight, GlooBackend, NcclBackend, PendingWork
-from lopsided.comm.host_staging import HostStaging, Run
+from lopsided.comm.backends import Backend, Flight, GlooBackend, HostStaging, NcclBackend, PendingWork, Run
 from lopsided.comm.recorder import Recorder, Sent
 from lopsided.errors import ClusterError, RankError, WorldError
 

@@ -10,6 +10,9 @@ last carries it out for all, terms of sums in the order of the ranks.
 
 An error on one rank ends the others and is raised to the caller. Ranks that wait for each other for ever, or that
 start different collectives, are told so.
+
+`LoneCommunicator` has nobody to talk with: every collective is over at once, and the others' pieces are zeros. A
+program runs on it as it runs on this device, with all the work around its collectives, to see what that takes.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link
 from lopsided.comm.communicator import Communicator, Handle, What
+from lopsided.comm.recorder import Recorder
 from lopsided.errors import WorldError
 
 T = TypeVar("T")
@@ -325,3 +329,48 @@ def _network(size: int) -> Network:
     """Prices among ranks that are all alike: what a choice between ways is made by."""
     kind = Kind("thread", "here", 1, size, (("f32", 1e10),), 1e10, 2**34, 0.0)
     return Network(Cluster("in process", "", (kind,), Link(0.0, 1e10), Link(0.0, 1e10)))
+
+
+class LoneCommunicator:
+    """Stands in for a `Communicator`; sums are what was given."""
+
+    def __init__(self, rank: int = 0, size: int = 2) -> None:
+        self.rank, self.size = rank, size
+        self.recorder: Recorder | None = None
+
+    def all_reduce(self, flat: Tensor, *, what: What = "", way: str = "") -> Handle:
+        return self._over(flat, what)
+
+    def maximum(self, flat: Tensor, *, what: What = "") -> Handle:
+        return self._over(flat, what)
+
+    def all_gather(
+        self, piece: Tensor, counts: Sequence[int], *, what: What = "", way: str = "", out: Tensor | None = None
+    ) -> Handle:
+        if out is None and self.size == 1:
+            return self._over(piece, what)
+        whole = piece.new_zeros(sum(counts)) if out is None else out
+        before = sum(counts[: self.rank])
+        whole[before : before + counts[self.rank]] = piece.detach()
+        return self._over(whole, what)
+
+    def reduce_scatter(self, whole: Tensor, counts: Sequence[int], *, what: What = "", way: str = "") -> Handle:
+        if self.size == 1:
+            return self._over(whole, what)
+        before = sum(counts[: self.rank])
+        return self._over(whole.detach()[before : before + counts[self.rank]].clone(), what)
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        give: Sequence[int],
+        take: Sequence[int],
+        *,
+        what: What = "",
+        whole_bytes: int = 0,
+        largest: float = 1.0,
+    ) -> Handle:
+        return self._over(send if self.size == 1 else send.new_zeros(sum(take)), what)
+
+    def _over(self, result: Tensor, what: What) -> Handle:
+        return Handle(cast(Communicator, self), what, result)

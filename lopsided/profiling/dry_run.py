@@ -34,7 +34,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link
 from lopsided.comm.communicator import Communicator
-from lopsided.comm.echo import LoneCommunicator
+from lopsided.comm.in_process import LoneCommunicator
 from lopsided.comm.redistribute import Redistributor
 from lopsided.errors import LopsidedError
 from lopsided.executor.executor import Executor
@@ -42,8 +42,7 @@ from lopsided.executor.gradients import Gradients
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of
-from lopsided.ir.program import Program, one_device
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, one_device
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.op import Call
 from lopsided.planner.baselines import STATE, data_parallel, stored_cut

@@ -29,7 +29,7 @@ from lopsided.cluster.coefficients import KIND, coefficient
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link
 from lopsided.comm.communicator import Communicator
-from lopsided.comm.echo import LoneCommunicator
+from lopsided.comm.in_process import LoneCommunicator
 from lopsided.comm.redistribute import Redistributor
 from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients

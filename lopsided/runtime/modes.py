@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from lopsided.errors import LopsidedError
 from lopsided.ir.graph import Graph
-from lopsided.ir.program import Program, Step, check_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, Step, check_program
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.search import search

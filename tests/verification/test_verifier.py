@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import lopsided
 from lopsided import ops
 from lopsided.errors import ModelError, SharesError
-from lopsided.ir.dtypes import TOLERANCE
 from lopsided.ir.notation import Rule
+from lopsided.ir.op_call import TOLERANCE
 from lopsided.ir.placement import I, R, S
 from lopsided.models import by_name as models
 from lopsided.models import zoo

@@ -8,8 +8,7 @@ from functools import cache
 
 import pytest
 
-from lopsided.calibration.comparison import confront, fraction_of
-from lopsided.calibration.feedback import calibrated_by
+from lopsided.calibration.comparison import calibrated_by, confront, fraction_of
 from lopsided.calibration.run_record import COMPUTE, NETWORK, OPTIMIZER, DeviceRun, Run, Span, StepRun
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
