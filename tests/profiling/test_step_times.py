@@ -50,7 +50,7 @@ SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"layers": 2, "width": 32, "heads": 4, "seq": 10, "vocab": 61, "batch": 6},
     "resnet50": {"width": 6, "image": 35, "classes": 7, "batch": 6},
     "bert-moe": {"layers": 1, "width": 24, "heads": 3, "seq": 11, "vocab": 61, "batch": 6},
-    "t5": {"batch": 6},
+    "t5": {"layers": 2, "width": 48, "heads": 3, "ffn": 80, "seq": 22, "target_seq": 14, "vocab": 61, "batch": 6},
 }
 
 
