@@ -55,18 +55,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from lopsided.cluster.coefficients import CLUSTER, check_coefficients, coefficient_items
+from lopsided.cluster.coefficients import CLUSTER, check_coefficients, given_coefficients
 from lopsided.cluster.devices import (
     MOST_DEVICES,
     check_name,
     check_words,
-    kind_lines,
-    link_items,
-    quoted,
 )
 from lopsided.cluster.devices import Kind as Kind
 from lopsided.cluster.devices import Link as Link
 from lopsided.cluster.devices import Measured as Measured
+from lopsided.codec import Inline, toml_text
 from lopsided.errors import ClusterError, close_words, shown
 
 # What can be measured of each collective. Others are put together from these (see collectives.py).
@@ -355,23 +353,18 @@ class Cluster:
 
     def text(self) -> str:
         """TOML that loads back to an equal cluster."""
-        lines = [f"name = {quoted(self.name)}"]
-        if self.about:
-            lines.append(f"about = {quoted(self.about)}")
-        lines += coefficient_items(CLUSTER, self)
-        for kind in self.kinds:
-            lines += ["", *kind_lines(kind)]
-        for name, link in (("within", self.within), ("between", self.between)):
-            lines += ["", f"[links.{name}]", *link_items(link)]
-        for one, other, link in self.pairs:
-            lines += ["", "[[links.pair]]", f"nodes = [{quoted(one)}, {quoted(other)}]", *link_items(link)]
-        last = ""
-        for collective, implementation, link in self.collectives:
-            if collective != last:
-                lines += ["", f"[collectives.{collective}]"]
-                last = collective
-            lines.append(f"{implementation} = {{ {', '.join(link_items(link))} }}")
-        return "\n".join(lines) + "\n"
+        measured: dict[str, dict[str, object]] = {}
+        for collective, algorithm, link in self.collectives:
+            measured.setdefault(collective, {})[algorithm] = Inline(link.table())
+        links: dict[str, object] = {"within": self.within.table(), "between": self.between.table()}
+        if self.pairs:
+            links["pair"] = [{"nodes": [one, other], **link.table()} for one, other, link in self.pairs]
+        about = {"about": self.about} if self.about else {}
+        devices = [kind.table() for kind in self.kinds]
+        numbers = given_coefficients(CLUSTER, self)
+        return toml_text(
+            {"name": self.name, **about, **numbers, "devices": devices, "links": links, "collectives": measured}
+        )
 
 
 def _parted(node: str, nodes: int, number: int) -> tuple[str, str | None]:
