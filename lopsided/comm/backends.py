@@ -1,9 +1,9 @@
-"""How each way of a collective is started on NCCL and on gloo.
+"""How each algorithm of a collective is started on NCCL and on gloo.
 
 In: flat tensors of a dtype that the backends know, of what is given and of what is to be filled. Out: `Flight`, what to
 wait for and what is left to do then.
 
-| collective, way        | NCCL                                      | gloo                                |
+| collective, algorithm  | NCCL                                      | gloo                                |
 |------------------------|-------------------------------------------|-------------------------------------|
 | all_reduce ring, tree  | one call                                  | the same                            |
 | ... scatter+gather     | reduce-scatter and all-gather, in place   | one all-reduce (note)               |
@@ -90,7 +90,7 @@ class Backend(ABC):
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
-    def all_reduce(self, flat: Tensor, way: str) -> list[PendingWork]:
+    def all_reduce(self, flat: Tensor, algorithm: str) -> list[PendingWork]:
         return [self.group.allreduce([flat], self.adding)]
 
     def maximum(self, flat: Tensor) -> list[PendingWork]:
@@ -99,11 +99,11 @@ class Backend(ABC):
     def broadcast(self, flat: Tensor, source: int) -> list[PendingWork]:
         return [self.group.broadcast([flat], self.sending[source])]
 
-    def all_gather(self, piece: Tensor, whole: Tensor, counts: Sequence[int], way: str) -> Flight:
-        if way == "padded":
+    def all_gather(self, piece: Tensor, whole: Tensor, counts: Sequence[int], algorithm: str) -> Flight:
+        if algorithm == "padded":
             return self._gather_padded(piece, whole, counts)
         parts = whole.split_with_sizes(list(counts))
-        if way == "grouped":
+        if algorithm == "grouped":
             _fill(parts[self.rank], piece)
             starts = zip(parts, self.sending, strict=True)
             return self._group(
@@ -113,11 +113,11 @@ class Backend(ABC):
         _fill(parts[self.rank], piece)
         return works, None
 
-    def reduce_scatter(self, whole: Tensor, piece: Tensor, counts: Sequence[int], way: str) -> Flight:
-        if way == "padded":
+    def reduce_scatter(self, whole: Tensor, piece: Tensor, counts: Sequence[int], algorithm: str) -> Flight:
+        if algorithm == "padded":
             return self._scatter_padded(whole, piece, counts)
         parts = whole.split_with_sizes(list(counts))
-        if way == "grouped":
+        if algorithm == "grouped":
             piece.copy_(parts[self.rank])
             given = [piece if rank == self.rank else self._lend(part) for rank, part in enumerate(parts)]
             starts = zip(given, self.bringing, strict=True)
@@ -176,9 +176,9 @@ class Backend(ABC):
 class NcclBackend(Backend):
     """All of it runs on one stream of NCCL's, in order, behind what the current stream was given so far."""
 
-    def all_reduce(self, flat: Tensor, way: str) -> list[PendingWork]:
-        if way != "scatter+gather":
-            return super().all_reduce(flat, way)
+    def all_reduce(self, flat: Tensor, algorithm: str) -> list[PendingWork]:
+        if algorithm != "scatter+gather":
+            return super().all_reduce(flat, algorithm)
         each = flat.numel() // self.size
         works: list[PendingWork] = []
         if each:

@@ -403,7 +403,14 @@ class Watchdog:
             failure = self._failure or Failure(self.world.rank, error.what)
         else:
             failure = Failure(self.world.rank, f"{self._name(self.world.rank)} failed: {reason_of(error, trace)}")
-        _within(_LEAVE_S, lambda: self._fail(failure, self._asks))
+
+        def tell() -> None:
+            self._fail(failure, self._asks)
+            # It needs the store no more.
+            for mark in ("seen", "gone"):
+                self._asks.set(f"{mark}/{self.world.rank}", "")
+
+        _within(_LEAVE_S, tell)
 
     def _stay(self, mark: str) -> None:
         """With rank 0's process the store may go: it stays until the others have set their mark, or long enough.

@@ -1,8 +1,8 @@
 """Dry runs: whole steps on random leaves, and what they tell of calls that were measured one by one.
 
-In: a program with its cluster and shares (`Play`), and a wire, or nobody to talk with. Out: seconds of a pass there and
-back, of one device over a network that answers at once (`alone_s`), or of all together (`together_s`). Nothing of a
-model is needed but its graph, and nothing of it is changed.
+In: a program with its cluster and shares (`Play`), and a communicator, or nobody to talk with. Out: seconds of a pass
+there and back, of one device over a network that answers at once (`alone_s`), or of all together (`together_s`).
+Nothing of a model is needed but its graph, and nothing of it is changed.
 
 Profiling makes three of them of a graph and a cluster whose calls are measured (`agreed`). One by one and again and
 again, a call finds its operands in a cache and its memory at hand; in a step it comes after all the others. So data
@@ -87,7 +87,7 @@ def alone_s(
     times: list[float] = []
     try:
         with _training():
-            step = stepper(play, cast(Communicator, LoneCommunicator(rank, play.cluster.devices)), device)
+            step = stepper(play, LoneCommunicator(rank, play.cluster.devices), device)
             step()
             until = time.perf_counter() + lasting_s
             while len(times) < fewest or time.perf_counter() < until:
@@ -99,15 +99,15 @@ def alone_s(
     return statistics.median(times)
 
 
-def together_s(play: Play, wire: Communicator | None, council: ControlGroup, device: torch.device) -> float:
+def together_s(play: Play, communicator: Communicator | None, council: ControlGroup, device: torch.device) -> float:
     """The median of a few steps until the last rank was done, everyone sending what there is to send.
 
     To be called by all ranks, once all know that it runs: one that gives up would leave the others waiting. Who has no
-    wire has no part in it and looks on.
+    communicator has no part in it and looks on.
     """
     times: list[float] = []
     with _training():
-        step = stepper(play, wire, device) if wire is not None else lambda: None
+        step = stepper(play, communicator, device) if communicator is not None else lambda: None
         step()
         for _ in range(FEWEST):
             council.gather()
@@ -124,19 +124,19 @@ def _training() -> Iterator[None]:
         yield
 
 
-def stepper(play: Play, wire: Communicator, device: torch.device) -> Callable[[], None]:
+def stepper(play: Play, communicator: Communicator, device: torch.device) -> Callable[[], None]:
     """A pass there and back."""
     program, shares = play.program, play.shares
-    exchange = Redistributor(wire, shares, Network(play.cluster))
+    exchange = Redistributor(communicator, shares, Network(play.cluster))
     gradients = Gradients(exchange)
     placed = dict(program.leaves)
     leaves = {
-        leaf.value.name: _leaf(leaf, program.graph, placed[leaf.value.name], shares, wire.rank, device)
+        leaf.value.name: _leaf(leaf, program.graph, placed[leaf.value.name], shares, communicator.rank, device)
         for leaf in program.graph.leaves
     }
     parameters = {leaf.target: cast(nn.Parameter, leaves[leaf.value.name]) for leaf in program.graph.parameters}
     schedule = lower(program, Decisions(play.bucket_bytes, regather=play.regather))
-    steps = Executor(schedule, exchange, gradients, RankRandomness(0, wire.rank, device), parameters, device)
+    steps = Executor(schedule, exchange, gradients, RankRandomness(0, communicator.rank, device), parameters, device)
 
     def step() -> None:
         for parameter in parameters.values():
@@ -439,7 +439,7 @@ def packing(rehearsal: Rehearsal, cluster: Cluster, world: Topology) -> float:
     runs = alone_s(hiding.play, rank, device, 0.0, time.perf_counter) is not None
     if not all(council.hear(runs)):
         return 1.0
-    return packing_of(hiding, together_s(hiding.play, world.talkers(cluster).wire, council, device))
+    return packing_of(hiding, together_s(hiding.play, world.talkers(cluster).communicator, council, device))
 
 
 def _for_all(council: ControlGroup, rehearsal: Rehearsal | None) -> Rehearsal | None:

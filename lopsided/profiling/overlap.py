@@ -62,14 +62,14 @@ class Beside:
 
 def measure_beside(talkers: Talkers, size_bytes: int, budget_s: float) -> Beside:
     """All ranks call this. Rounds of both take turns, so that a busy moment falls on either."""
-    council, wire, load = talkers.council, talkers.wire, talkers.load
+    council, communicator, load = talkers.council, talkers.communicator, talkers.load
     length = max(size_bytes // talkers.dtype.itemsize, 1)
     flats = [torch.zeros(length, dtype=talkers.dtype, device=talkers.device) for _ in range(_IN_A_ROW)]
 
     def begin(how_many: int) -> list[Handle]:
         load()
         council.gather()
-        return [wire.all_reduce(flat, what="measuring", way="ring") for flat in flats[:how_many]]
+        return [communicator.all_reduce(flat, what="measuring", algorithm="ring") for flat in flats[:how_many]]
 
     once = council.slowest(_alone(begin(1)[0], talkers.device))
     rounds = min(max(int(budget_s / ((3 + _IN_A_ROW) * once + 0.01)), _FEWEST), _MOST)

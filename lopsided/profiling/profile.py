@@ -285,7 +285,7 @@ def _holds(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | No
     flat = torch.zeros(_LOOK_BYTES // 4, device=device)
 
     def talk() -> torch.Tensor:
-        return talkers.wire.all_reduce(flat, what="a look at the links", way="ring").wait()
+        return talkers.communicator.all_reduce(flat, what="a look at the links", algorithm="ring").wait()
 
     talk()
     took = typical(council.mean([occurrence(talk, talkers)[1] for _ in range(_LOOKS)]))

@@ -99,8 +99,8 @@ class Topology:
     budget_s: float
 
     def talkers(self, cluster: Cluster) -> Talkers:
-        wire = Communicator(self.group, self.device, Network(cluster))
-        return Talkers(wire, self.council, BackgroundLoad(self.device), self.device, self.dtype)
+        communicator = Communicator(self.group, self.device, Network(cluster))
+        return Talkers(communicator, self.council, BackgroundLoad(self.device), self.device, self.dtype)
 
 
 def link_parts(ranks: int) -> int:
