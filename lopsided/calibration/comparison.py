@@ -1,8 +1,8 @@
 """Predicted against measured: steps that ran, held against the schedule they were priced by.
 
 In: a `Run`. Out: `Comparison`: the step, every device, class of op and collective, and memory, each predicted and
-measured; how far off the step is, and which line is to blame most (`confront`). And what was observed beside what was
-expected, for `calibrate`: of every call and collective of a run (`observed_run`), of each device's part of a plan's
+measured; how far off the step is, and which line is to blame most (`compare_run`). And what was observed beside what
+was expected, for `calibrate`: of every call and collective of a run (`observed_run`), of each device's part of a plan's
 step (`observed_parts`), and what tables say of a step that will be run (`expected_calls`). All that joins a schedule
 with what was recorded of it is here, and so is the cluster of a run's plan, corrected by what the run saw
 (`calibrated_by`).
@@ -109,7 +109,7 @@ class Comparison:
         return tuple(sorted(found, key=lambda line: -max(line.measured, line.predicted)))
 
 
-def confront(run: Run) -> Comparison:
+def compare_run(run: Run) -> Comparison:
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
     priced = plan.priced(costs)
@@ -206,7 +206,7 @@ def _updating_s(plan: Plan, priced: PricedStep, device: int) -> float:
 
 
 class _Shared(Protocol):
-    """What has shares: a plan, or a step to rehearse."""
+    """What has shares: a plan, or a dry run."""
 
     @property
     def shares(self) -> Shares: ...

@@ -63,7 +63,7 @@ from lopsided.verification.verifier import Verification, suspects, verify
 app = typer.Typer(
     name="lopsided",
     help="Distribute an ordinary PyTorch model over devices that are not alike: capture it, derive the ways to cut it, "
-    "prove on imaginary devices that each computes what one device does, and plan the fastest for yours.",
+    "prove on simulated devices that each computes what one device does, and plan the fastest for yours.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -80,7 +80,8 @@ app.command("trace")(plan_commands.trace_command)
 app.command("run", cls=run_commands.RunCommand)(run_commands.run_command)
 app.command("convert")(run_commands.convert_command)
 app.command("train")(run_commands.train_command)
-app.command("confront")(run_commands.confront_command)
+app.command("compare")(run_commands.compare_command)
+app.command("confront", hidden=True)(run_commands.compare_command)  # its name of before
 app.command("demo")(demo_command.demo_command)
 
 
@@ -343,7 +344,7 @@ def verify_command(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run random programs, or a plan, on imaginary devices or real processes and compare with one device."""
+    """Run random programs, or a plan, on simulated devices or real processes and compare with one device."""
     if plan_file and (shares or devices or programs):
         given = "--shares" if shares else "--devices" if devices else "--programs"
         raise InputError("a plan has shares and a program of its own", where=given, do="leave it out, or --plan")

@@ -17,7 +17,7 @@ import torch
 import typer
 from typer.core import TyperCommand
 
-from lopsided.calibration.comparison import confront
+from lopsided.calibration.comparison import compare_run
 from lopsided.calibration.run_record import RUN_FILE, load_run
 from lopsided.capturing.capture_graph import capture
 from lopsided.cli.terminal import (
@@ -49,9 +49,9 @@ from lopsided.verification.on_processes import (
     ProcessesJob,
     Subject,
     check_memory,
-    imagine,
     jobs_at_large,
     jobs_of_plan,
+    on_simulated_devices,
     planned,
     prove,
 )
@@ -104,7 +104,7 @@ def run_command(
     node: Annotated[str, typer.Option(help="Which node of the plan this machine is, if there are several.")] = "",
     master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: one of them.")] = "",
     report: Annotated[
-        str, typer.Option(metavar="RUN.json", help="Record the first steps in this file; `lopsided confront` reads it.")
+        str, typer.Option(metavar="RUN.json", help="Record the first steps in this file; `lopsided compare` reads it.")
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the line for torchrun.")] = False,
     verbose: Verbose = False,
@@ -153,7 +153,7 @@ def verify_runs(
     captured = verify(module, data, programs=0, seed=seed)
     claims = [Claim("the captured graph", captured.capture_error, "", captured.capture_tolerance)]
     if not processes:
-        claims.append(imagine(subject, plan))
+        claims.append(on_simulated_devices(subject, plan))
     else:
         jobs = jobs_of_plan(subject, plan) if plan_file else jobs_at_large(subject, graph, shares, devices, programs)
         claims += _on_processes(jobs, devices, quiet=as_json)
@@ -164,7 +164,7 @@ def verify_runs(
         told = {"model": model, "plan": plan_file or None, "devices": devices, "processes": processes}
         print_json(told | {"passed": passed, "claims": records(table), "seconds": seconds})
     else:
-        who = f"{devices} {'processes' if processes else 'imaginary devices'}"
+        who = f"{devices} {'processes' if processes else 'simulated devices'}"
         say(f"{model}{f' by {plan_file}' if plan_file else ''} on {who}, in {seconds:.1f} s")
         _print_claims(table, passed)
     raise typer.Exit(0 if passed else 1)
@@ -272,7 +272,7 @@ def train_command(
     )
     if not done.is_first:
         return
-    found = confront(done.run) if done.run is not None else None
+    found = compare_run(done.run) if done.run is not None else None
     if as_json:
         told = {"model": model, "losses": list(done.losses), "predicted_step_s": done.plan.step_s}
         print_json(told | (comparison_json(found) if found is not None else {}))
@@ -286,7 +286,7 @@ def train_command(
         say(f"\nwritten to {report}: `lopsided report plan.json --run {report}` shows it")
 
 
-def confront_command(
+def compare_command(
     file: Annotated[str, typer.Argument(metavar="RUN.json", help="A run that was recorded.")],
     full: Full = False,
     as_json: AsJson = False,
@@ -294,7 +294,7 @@ def confront_command(
 ) -> None:
     """Hold a recorded run against its plan: predicted and measured, per device, op, collective, and memory."""
     run = load_run(file)
-    found = confront(run)
+    found = compare_run(run)
     if as_json:
         print_json({"run": file, "model": run.model} | comparison_json(found))
         return

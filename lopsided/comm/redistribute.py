@@ -1,7 +1,8 @@
 """Changing the placement of a value for real: this process's part in, this process's part out.
 
-In: a `Communicator` and the shares. Out: `Redistributor`, whose `move` is `imaginary.move` seen from one device, whose
-`convert` carries gradients too, and whose `gather` and `scatter` serve several tensors with one collective.
+In: a `Communicator` and the shares. Out: `Redistributor`, whose `move` is `simulated_devices.move` seen from one
+device, whose `convert` carries gradients too, and whose `gather` and `scatter` serve several tensors with one
+collective.
 
 A collective sends flat runs of elements, one run for each device. Where a shard is cut along the outermost dim the
 whole tensor already lies like that, and nothing is copied (`Layout.is_flat`).

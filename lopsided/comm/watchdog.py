@@ -44,8 +44,8 @@ _log = logging.getLogger("lopsided")
 _MOST_S = 4.5  # that an explanation takes
 _BEATS = 3  # that are missed by a rank that is called silent
 _GRACE_S = 10.0  # for the main thread to notice by itself what the thread knows
-_LEAVE_S = 3.0  # that a rank takes at most to tell that it fails or leaves
-_STAY_S = 10.0  # that rank 0 stays at most for others to read
+_LEAVE_S = 3.0  # that a rank takes at most to tell that it fails or leaves, and rank 0 stays for others that leave
+_STAY_S = 10.0  # that rank 0 stays at most for others to read why it failed
 _numbers = itertools.count()
 
 
@@ -412,7 +412,7 @@ class Watchdog:
 
         _within(_LEAVE_S, tell)
 
-    def _stay(self, mark: str) -> None:
+    def _stay(self, mark: str, most_s: float) -> None:
         """With rank 0's process the store may go: it stays until the others have set their mark, or long enough.
 
         Who failed may be gone without one.
@@ -421,7 +421,7 @@ class Watchdog:
             return
         culprit = self._failure.culprit if self._failure is not None else 0
         marks = [f"{mark}/{rank}" for rank in range(1, self.world.size) if rank != culprit]
-        until = time.monotonic() + _STAY_S
+        until = time.monotonic() + most_s
         while marks and time.monotonic() < until and _within(_LEAVE_S, lambda: self._asks.check(marks)) is False:
             time.sleep(self.every_s / 10)
 
@@ -446,7 +446,7 @@ def _keep(watch: Watchdog) -> None:
                 each._failed(error, trace)
             before(kind, error, trace)
             for each in watches:
-                each._stay("seen")
+                each._stay("seen", _STAY_S)
 
         sys.excepthook = hook
 
@@ -456,7 +456,7 @@ def _at_exit() -> None:
         failed = watch._failure is not None
         watch._leave("finished")
         if not failed:
-            watch._stay("gone")
+            watch._stay("gone", _LEAVE_S)
 
 
 def _torchrun_holds_the_store() -> bool:

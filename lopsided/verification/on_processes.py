@@ -2,10 +2,10 @@
 
 In: the MODEL of a command line and a plan, or shares. Out: `Claim`s, what was compared, the worst error and where.
 
-    jobs_of_plan    a step in float64 and a short training, by the plan
-    jobs_at_large   the same by the classics, and steps of random programs
-    prove           runs the jobs on a `WorkerPool`
-    imagine         the step of a plan on simulated devices, where there are too many for processes
+    jobs_of_plan            a step in float64 and a short training, by the plan
+    jobs_at_large           the same by the classics, and steps of random programs
+    prove                   runs the jobs on a `WorkerPool`
+    on_simulated_devices    the step of a plan, where there are too many devices for processes
 
 Texts travel to the processes, not objects: each builds the model itself, and takes rank 0's numbers. There
 `compare_step` and `compare_training` say how the same it is (`Sameness`): the worst relative errors of loss, gradients
@@ -219,8 +219,8 @@ def check_memory(graph: Graph, processes: int) -> None:
 # Running it
 
 
-def imagine(subject: Subject, plan: Plan) -> Claim:
-    """A step by the plan on imaginary devices, in this process."""
+def on_simulated_devices(subject: Subject, plan: Plan) -> Claim:
+    """A step by the plan on simulated devices, in this process."""
     wide = in_wide(plan)
     model, batch = _cast(*_loaded(subject), "f64")
     expected = simulate(one_device(wide.graph), model, batch, (1.0,), seed=subject.seed)

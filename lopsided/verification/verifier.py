@@ -166,12 +166,12 @@ def compare(found: Simulation, expected: Simulation) -> tuple[float, str]:
 
 
 def _check_memory(graph: Graph, devices: int) -> None:
-    """Refuse before the machine does: every imaginary device may hold every value, and its gradient."""
+    """Refuse before the machine does: every simulated device may hold every value, and its gradient."""
     needed = 2 * devices * sum(value.bytes for value in graph.values.values())
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > has:
         raise ModelError(
-            f"verifying this model in float64 on {devices} imaginary devices may take {needed / 1e9:.0f} GB, "
+            f"verifying this model in float64 on {devices} simulated devices may take {needed / 1e9:.0f} GB, "
             f"and this machine has {has / 1e9:.0f} GB",
             do="choose a smaller batch (--batch) or smaller sizes; rules do not depend on size",
         )

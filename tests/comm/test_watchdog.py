@@ -158,7 +158,7 @@ def hear_and_lose_the_store() -> str:
     watch = a_watch(every_s=0.05)
     if dist.get_rank() == 0:
         watch._fail(Failure(0, "rank 0 failed: no disk"), watch._asks)
-        watch._stay("seen")
+        watch._stay("seen", 10.0)
         os.kill(os.getpid(), signal.SIGKILL)
     while _within(1.0, lambda: watch._asks.check(["failed"])) is not None:
         time.sleep(0.05)
