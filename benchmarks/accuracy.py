@@ -37,8 +37,7 @@ from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Shares
-from lopsided.ir.program import Program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.ablation import ADDITIONS, HAP
 from lopsided.planner.baselines import batch_dims, data_parallel, leaves_batch_whole, stored_cut

@@ -20,8 +20,7 @@ from typing import Any
 import record
 
 from lopsided import capture, derive_rules
-from lopsided.cluster.cluster import Cluster, Kind, Link
-from lopsided.cluster.subclusters import parts
+from lopsided.cluster.cluster import Cluster, Kind, Link, parts
 from lopsided.ir.graph import Leaf, Node, Value
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import Placement

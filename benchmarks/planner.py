@@ -32,8 +32,7 @@ from lopsided import LopsidedError, capture, derive_rules
 from lopsided.capturing.retype import in_dtype
 from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.ir.program import check_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import RuleBook, check_program
 from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.planner.baselines import data_parallel

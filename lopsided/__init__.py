@@ -16,8 +16,7 @@ from lopsided.errors import LopsidedError
 from lopsided.ir.graph import Graph
 from lopsided.ir.graph_text import parse_graph
 from lopsided.ir.placement import Placement, Shares
-from lopsided.ir.program import Program, check_program, one_device, parse_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, check_program, one_device, parse_program
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, save_plan
@@ -30,9 +29,8 @@ from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.outputs import gather
 from lopsided.runtime.parallel import Parallel, parallelize
 from lopsided.runtime.whole_model import whole
-from lopsided.verification.random_programs import random_program
 from lopsided.verification.simulator import Simulation, simulate
-from lopsided.verification.verifier import Verification, verify
+from lopsided.verification.verifier import Verification, random_program, verify
 
 __all__ = [
     "Cluster",

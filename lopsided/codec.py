@@ -419,6 +419,44 @@ def json_text(value: object, indent: str = "") -> str:
     return left + ",".join(f"\n{inner}{part}" for part in parts) + (f"\n{indent}" if parts else "") + right
 
 
+class Inline(dict[str, object]):
+    """A table that is written on one line, after its key."""
+
+
+def toml_text(table: Mapping[str, object]) -> str:
+    """TOML of a table: what has a line of its own first, then tables and lists of tables, all in their order."""
+    return "\n".join(_toml_lines(table, "")) + "\n"
+
+
+def _toml_lines(table: Mapping[str, Any], path: str, gap: Sequence[str] = ("",)) -> Iterator[str]:
+    """`path` is what headings of tables inside begin with; before each of them goes a `gap`."""
+    own = [key for key, value in table.items() if not _has_heading(value)]
+    for key in own:
+        yield f"{key} = {_toml_value(table[key])}"
+    for key in (key for key in table if key not in own):
+        many = isinstance(table[key], list)
+        for inside in table[key] if many else [table[key]]:
+            if not all(map(_has_heading, inside.values())):
+                yield from (*gap, f"[[{path}{key}]]" if many else f"[{path}{key}]")
+            yield from _toml_lines(inside, f"{path}{key}.", () if many else gap)
+
+
+def _has_heading(value: object) -> bool:
+    rows = value if isinstance(value, list) and value else [value]
+    return all(isinstance(row, Mapping) and not isinstance(row, Inline) for row in rows)
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_toml_value(part)}' for key, part in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's; only the delete character has to be escaped in TOML alone.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
 # Files
 
 

@@ -1,10 +1,11 @@
 """Predicted against measured: steps that ran, held against the schedule they were priced by.
 
 In: a `Run`. Out: `Comparison`: the step, every device, class of op and collective, and memory, each predicted and
-measured; how far off the step is, and which line is to blame most (`confront`). And what was observed beside what was
-expected, for `calibrate`: of every call and collective of a run (`observed_run`), of each device's part of a plan's
+measured; how far off the step is, and which line is to blame most (`compare_run`). And what was observed beside what
+was expected, for `calibrate`: of every call and collective of a run (`observed_run`), of each device's part of a plan's
 step (`observed_parts`), and what tables say of a step that will be run (`expected_calls`). All that joins a schedule
-with what was recorded of it is here.
+with what was recorded of it is here, and so is the cluster of a run's plan, corrected by what the run saw
+(`calibrated_by`).
 
 Lines add up per device. A device computes ops (by class: the forward and backward seconds of all nodes with that op)
 and updates parameters. What lies around that has lines of its own: conversions (tensors cut, joined and packed to be
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from lopsided.calibration.calibrate import Expected, ObservedCalls, ObservedTransfers, Scope
+from lopsided.calibration.calibrate import RUN, Calibrated, Expected, ObservedCalls, ObservedTransfers, Scope, calibrate
 from lopsided.calibration.run_record import (
     BUCKETS,
     COMPUTE,
@@ -108,7 +109,7 @@ class Comparison:
         return tuple(sorted(found, key=lambda line: -max(line.measured, line.predicted)))
 
 
-def confront(run: Run) -> Comparison:
+def compare_run(run: Run) -> Comparison:
     plan = run.plan
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
     priced = plan.priced(costs)
@@ -205,7 +206,7 @@ def _updating_s(plan: Plan, priced: PricedStep, device: int) -> float:
 
 
 class _Shared(Protocol):
-    """What has shares: a plan, or a step to rehearse."""
+    """What has shares: a plan, or a dry run."""
 
     @property
     def shares(self) -> Shares: ...
@@ -448,3 +449,12 @@ def _observed_transfers(run: Run, network: Network) -> Iterator[ObservedTransfer
         was_s, is_s = (sum(column) / len(steps) for column in zip(*pairs, strict=True))
         if was_s > 0 and is_s > 0:
             yield ObservedTransfers(collective, name, was_s, is_s)
+
+
+def calibrated_by(run: Run) -> Calibrated:
+    """The cluster of a run's plan as the run shows it, with a note of that."""
+    calls, transfers = observed_run(run)
+    found = calibrate(run.plan.cluster, calls, transfers, ran_on=run.plan.on, limits=RUN)
+    kept = run.plan.cluster.about.split(" Corrected by a run of ")[0]
+    note = f"Corrected by a run of {run.model} in steps of {run.step_s:.4g} s."
+    return replace(found, cluster=replace(found.cluster, about=f"{kept} {note}".strip()))

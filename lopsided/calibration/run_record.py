@@ -1,8 +1,8 @@
 """What a run did: seconds of steps, what every device computed and sent in some of them, and its peak of memory.
 
 In: what the processes of a run noted (`runtime/recording`). Out: `Run`, plain data, to JSON and back;
-`parse_run(run_text(run)) == run`. A run carries its plan, so that it can be confronted with it (`confront`), shown
-(`report`) and learnt from (`feedback`).
+`parse_run(run_text(run)) == run`. A run carries its plan, so that it can be compared with it (`compare_run`), shown
+(`report`) and learnt from (`calibrated_by`).
 
 A step is either timed alone or recorded in full; noting every op takes time itself, so how long a step takes is read
 off those that were only timed.

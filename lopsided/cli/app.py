@@ -28,9 +28,7 @@ from lopsided.cli import (
     demo_command,
     plan_commands,
     profile_commands,
-    report_commands,
     run_commands,
-    train_commands,
 )
 from lopsided.cli.terminal import (
     BROKEN_PIPE,
@@ -49,11 +47,11 @@ from lopsided.cli.terminal import (
     stop_writing,
 )
 from lopsided.errors import InputError, LopsidedError, ModelError, NotationError, SharesError
-from lopsided.ir.dtypes import TOLERANCE
 from lopsided.ir.graph import Graph
 from lopsided.ir.notation import parse_line
+from lopsided.ir.op_call import TOLERANCE
 from lopsided.ir.placement import check_shares
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import RuleBook
 from lopsided.models.by_name import load
 from lopsided.ops import TABLE, describe
 from lopsided.ops.derive import derive_rules, describe_call
@@ -65,7 +63,7 @@ from lopsided.verification.verifier import Verification, suspects, verify
 app = typer.Typer(
     name="lopsided",
     help="Distribute an ordinary PyTorch model over devices that are not alike: capture it, derive the ways to cut it, "
-    "prove on imaginary devices that each computes what one device does, and plan the fastest for yours.",
+    "prove on simulated devices that each computes what one device does, and plan the fastest for yours.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -77,12 +75,13 @@ app.command("show")(plan_commands.show_command)
 app.command("diff")(plan_commands.diff_command)
 app.command("clusters")(plan_commands.clusters_command)
 app.command("profile")(profile_commands.profile_command)
-app.command("report")(report_commands.report_command)
-app.command("trace")(report_commands.trace_command)
+app.command("report")(plan_commands.report_command)
+app.command("trace")(plan_commands.trace_command)
 app.command("run", cls=run_commands.RunCommand)(run_commands.run_command)
 app.command("convert")(run_commands.convert_command)
-app.command("train")(train_commands.train_command)
-app.command("confront")(train_commands.confront_command)
+app.command("train")(run_commands.train_command)
+app.command("compare")(run_commands.compare_command)
+app.command("confront", hidden=True)(run_commands.compare_command)  # its name of before
 app.command("demo")(demo_command.demo_command)
 
 
@@ -345,7 +344,7 @@ def verify_command(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run random programs, or a plan, on imaginary devices or real processes and compare with one device."""
+    """Run random programs, or a plan, on simulated devices or real processes and compare with one device."""
     if plan_file and (shares or devices or programs):
         given = "--shares" if shares else "--devices" if devices else "--programs"
         raise InputError("a plan has shares and a program of its own", where=given, do="leave it out, or --plan")

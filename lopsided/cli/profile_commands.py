@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from lopsided.calibration.feedback import calibrated_by
+from lopsided.calibration.comparison import calibrated_by
 from lopsided.calibration.run_record import load_run
 from lopsided.capturing.capture_graph import capture
 from lopsided.capturing.retype import in_dtype

@@ -1,12 +1,13 @@
-"""The commands about runs: start one, prove one, convert its checkpoint. With `cli`, the only place that prints.
+"""The commands about runs: start one, train and record, compare with the plan, prove, convert a checkpoint.
 
-In: arguments. Out: text or JSON; of `run`, the run.
+In: arguments. Out: text or JSON; of `run`, the run. `cli` alone prints.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,27 +17,41 @@ import torch
 import typer
 from typer.core import TyperCommand
 
-from lopsided.calibration.run_record import RUN_FILE
+from lopsided.calibration.comparison import compare_run
+from lopsided.calibration.run_record import RUN_FILE, load_run
 from lopsided.capturing.capture_graph import capture
-from lopsided.cli.terminal import AsJson, PlanFile, Verbose, print_json, progress_bar, say, say_written
+from lopsided.cli.terminal import (
+    AsJson,
+    Batch,
+    Model,
+    PlanFile,
+    Verbose,
+    print_json,
+    progress_bar,
+    say,
+    say_all,
+    say_written,
+)
 from lopsided.codec import check_writable
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError
 from lopsided.models.by_name import load
 from lopsided.planner.plan_file import load_plan
-from lopsided.report.table import Cell, Column, Row, Table, records, text_lines
+from lopsided.report.run_tables import comparison_json, comparison_lines
+from lopsided.report.table import Cell, Column, Row, Table, records, seconds_text, text_lines
 from lopsided.runtime.agreement import PLAN_VARIABLE
 from lopsided.runtime.checkpoint.checkpoint import convert
-from lopsided.runtime.launch import launch_words, start, torchrun_options
-from lopsided.runtime.recording import RECORD_VARIABLE
+from lopsided.runtime.launch import launch_words, start, start_own, torchrun_options
+from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED
+from lopsided.runtime.train import MADE, train
 from lopsided.verification.on_processes import (
     Claim,
     ProcessesJob,
     Subject,
     check_memory,
-    imagine,
     jobs_at_large,
     jobs_of_plan,
+    on_simulated_devices,
     planned,
     prove,
 )
@@ -89,7 +104,7 @@ def run_command(
     node: Annotated[str, typer.Option(help="Which node of the plan this machine is, if there are several.")] = "",
     master: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: one of them.")] = "",
     report: Annotated[
-        str, typer.Option(metavar="RUN.json", help="Record the first steps in this file; `lopsided confront` reads it.")
+        str, typer.Option(metavar="RUN.json", help="Record the first steps in this file; `lopsided compare` reads it.")
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the line for torchrun.")] = False,
     verbose: Verbose = False,
@@ -138,7 +153,7 @@ def verify_runs(
     captured = verify(module, data, programs=0, seed=seed)
     claims = [Claim("the captured graph", captured.capture_error, "", captured.capture_tolerance)]
     if not processes:
-        claims.append(imagine(subject, plan))
+        claims.append(on_simulated_devices(subject, plan))
     else:
         jobs = jobs_of_plan(subject, plan) if plan_file else jobs_at_large(subject, graph, shares, devices, programs)
         claims += _on_processes(jobs, devices, quiet=as_json)
@@ -149,7 +164,7 @@ def verify_runs(
         told = {"model": model, "plan": plan_file or None, "devices": devices, "processes": processes}
         print_json(told | {"passed": passed, "claims": records(table), "seconds": seconds})
     else:
-        who = f"{devices} {'processes' if processes else 'imaginary devices'}"
+        who = f"{devices} {'processes' if processes else 'simulated devices'}"
         say(f"{model}{f' by {plan_file}' if plan_file else ''} on {who}, in {seconds:.1f} s")
         _print_claims(table, passed)
     raise typer.Exit(0 if passed else 1)
@@ -201,3 +216,87 @@ def convert_command(
     """Write the model of a checkpoint as one plain file with the keys of its state dict."""
     written = convert(checkpoint, output)
     say_written(str(written), written.stat().st_size, as_json, checkpoint=checkpoint)
+
+
+Full = Annotated[bool, typer.Option("--full", help="Every class of ops, nothing put together.")]
+
+
+def train_command(
+    model: Model,
+    plan: Annotated[str, typer.Option(help="A file that `lopsided plan -o` wrote.")] = "",
+    cluster: Annotated[str, typer.Option(help="Plan for this cluster; without a plan and a cluster, measure.")] = "",
+    batch: Batch = None,
+    steps: Annotated[int, typer.Option(help="Steps to train.", min=1)] = SKIPPED + TIMED + RECORDED,
+    optimizer: Annotated[
+        str, typer.Option(help=f"One of {', '.join(MADE)}.", show_default="the plan's, or adamw")
+    ] = "",
+    lr: Annotated[float, typer.Option(help="The learning rate.")] = 1e-3,
+    processes: Annotated[
+        int, typer.Option(help="Start so many on this machine; else as many as the plan has devices.", min=0)
+    ] = 0,
+    tries: Annotated[
+        int, typer.Option(help="Make up to so many plans, run each for some steps, take the quickest.", min=1)
+    ] = 1,
+    report: Annotated[
+        str, typer.Option(metavar="RUN.json", help="Record the run in this file and hold it against the plan.")
+    ] = "",
+    full: Full = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train a model by a plan for some steps on its example batch, and say how true the plan was.
+
+    Under torchrun this process is one of several; by itself it starts one for each device of the plan.
+    """
+    if report and os.environ.get("RANK", "0") == "0":
+        check_writable(report, RUN_FILE)
+    if plan and cluster:
+        raise InputError("both a plan and a cluster are given", do="give --plan, or --cluster, or neither")
+    if plan and tries > 1:
+        raise InputError("a plan is given, and others are to be tried", do="leave --plan or --tries out")
+    if "RANK" not in os.environ:
+        wanted = processes or (load_plan(plan).on.devices if plan else 1)
+        if wanted > 1:
+            start_own(wanted, sys.argv[1:])
+    done = train(
+        model,
+        plan=plan or None,
+        cluster=cluster or None,
+        batch=batch,
+        optimizer=optimizer,
+        lr=lr,
+        steps=steps,
+        tries=tries,
+        report=report or None,
+        record=steps >= SKIPPED,
+    )
+    if not done.is_first:
+        return
+    found = compare_run(done.run) if done.run is not None else None
+    if as_json:
+        told = {"model": model, "losses": list(done.losses), "predicted_step_s": done.plan.step_s}
+        print_json(told | (comparison_json(found) if found is not None else {}))
+        return
+    say(f"{model}: {len(done.losses)} steps on {done.plan.on.devices} of {done.plan.cluster.devices} devices")
+    say(f"loss {done.losses[0]:.4f} → {done.losses[-1]:.4f}, step predicted {seconds_text(done.plan.step_s)}")
+    say_all(done.plan.notes if tries > 1 else ())
+    if found is not None:
+        say_all(comparison_lines(found, full=full))
+    if report and done.run is not None:
+        say(f"\nwritten to {report}: `lopsided report plan.json --run {report}` shows it")
+
+
+def compare_command(
+    file: Annotated[str, typer.Argument(metavar="RUN.json", help="A run that was recorded.")],
+    full: Full = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Hold a recorded run against its plan: predicted and measured, per device, op, collective, and memory."""
+    run = load_run(file)
+    found = compare_run(run)
+    if as_json:
+        print_json({"run": file, "model": run.model} | comparison_json(found))
+        return
+    say(f"{run.model} on {len(run.devices)} devices, {len(run.timed_s)} steps timed")
+    say_all(comparison_lines(found, full=full))

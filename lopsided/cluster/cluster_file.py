@@ -94,7 +94,7 @@ class _Devices(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class _Wire:
+class _LinkTable:
     """A table of [links]: only measured collectives have a skew."""
 
     latency_s: Annotated[float, Key(example="1e-5")]
@@ -109,14 +109,14 @@ class _Wire:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pair(_Wire):
+class _Pair(_LinkTable):
     nodes: Annotated[tuple[str, str], Key(example='["box", "other"]')]
 
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    within: _Wire | None = None
-    between: _Wire | None = None
+    within: _LinkTable | None = None
+    between: _LinkTable | None = None
     pair: tuple[_Pair, ...] = ()
 
 

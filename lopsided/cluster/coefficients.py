@@ -8,7 +8,6 @@ the module that measures it and the module that prices with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lopsided.errors import ClusterError, shown
@@ -146,9 +145,7 @@ def check_coefficients(owner: str, made: object, where: str) -> None:
             check_between(number, one.low, one.high, what, where)
 
 
-def coefficient_items(owner: str, made: object) -> Iterator[str]:
-    """TOML of the coefficients that have a default and differ from it."""
-    for one in optional(owner):
-        number = float(getattr(made, one.name))
-        if number != one.default:
-            yield f"{one.name} = {number!r}"
+def given_coefficients(owner: str, made: object) -> dict[str, float]:
+    """The coefficients that have a default and differ from it."""
+    numbers = {one: float(getattr(made, one.name)) for one in optional(owner)}
+    return {one.name: number for one, number in numbers.items() if number != one.default}

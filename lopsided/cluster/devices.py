@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lopsided.cluster.coefficients import (
@@ -17,8 +16,9 @@ from lopsided.cluster.coefficients import (
     check_between,
     check_coefficients,
     coefficient,
-    coefficient_items,
+    given_coefficients,
 )
+from lopsided.codec import Inline
 from lopsided.errors import ClusterError, shown
 
 MOST_DEVICES = 65_536
@@ -75,6 +75,12 @@ class Measured:
                 check_between(seconds, 0, 1e6, "a time in seconds", where)
             if len({fraction for fraction, _ in points}) < len(points):
                 raise ClusterError("a fraction was measured twice", where=where, do="keep one time per fraction")
+
+    def table(self) -> dict[str, object]:
+        """As a table of TOML."""
+        passes = {"forward": self.forward, "backward": self.backward}
+        given = {name: [[float(number) for number in point] for point in points] for name, points in passes.items()}
+        return {"call": self.call, **{name: points for name, points in given.items() if points}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +184,26 @@ class Kind:
             ),
         )
 
+    def table(self) -> dict[str, object]:
+        """As a table of TOML."""
+        gib, rest = divmod(self.memory_bytes, 2**30)
+        table: dict[str, object] = {
+            "name": self.name,
+            "node": self.node,
+            "nodes": self.nodes,
+            "count": self.count,
+            "flops_per_s": Inline((dtype, float(flops)) for dtype, flops in self.flops_per_s),
+            "bytes_per_s": float(self.bytes_per_s),
+            "memory": self.memory_bytes if rest else f"{gib} GiB",
+            "launch_s": float(self.launch_s),
+            **given_coefficients(KIND, self),
+        }
+        if self.source:
+            table["source"] = self.source
+        if self.measured:
+            table["measured"] = [entry.table() for entry in self.measured]
+        return table
+
     def is_same_alone(self, other: Kind) -> bool:
         """Whether devices may be the same, however many others worked beside them when they were described."""
         if self.contention == other.contention:
@@ -223,41 +249,7 @@ class Link:
     def __post_init__(self) -> None:
         check_coefficients(LINK, self, "a link")
 
-
-# Printing
-
-
-def quoted(text: str) -> str:
-    # JSON's escapes are TOML's; only the delete character has to be escaped in TOML alone.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def link_items(link: Link) -> list[str]:
-    items = [f"latency_s = {float(link.latency_s)!r}", f"bytes_per_s = {float(link.bytes_per_s)!r}"]
-    return items if link.skew is None else [*items, f"skew = {float(link.skew)!r}"]
-
-
-def kind_lines(kind: Kind) -> Iterator[str]:
-    yield "[[devices]]"
-    yield f"name = {quoted(kind.name)}"
-    yield f"node = {quoted(kind.node)}"
-    yield f"nodes = {kind.nodes}"
-    yield f"count = {kind.count}"
-    yield f"flops_per_s = {{ {', '.join(f'{dtype} = {float(flops)!r}' for dtype, flops in kind.flops_per_s)} }}"
-    yield f"bytes_per_s = {float(kind.bytes_per_s)!r}"
-    gib, rest = divmod(kind.memory_bytes, 2**30)
-    yield f'memory = "{gib} GiB"' if not rest else f"memory = {kind.memory_bytes}"
-    yield f"launch_s = {float(kind.launch_s)!r}"
-    yield from coefficient_items(KIND, kind)
-    if kind.source:
-        yield f"source = {quoted(kind.source)}"
-    for measured in kind.measured:
-        yield "[[devices.measured]]"
-        yield f"call = {quoted(measured.call)}"
-        yield f"forward = {_points_text(measured.forward)}"
-        if measured.backward:
-            yield f"backward = {_points_text(measured.backward)}"
-
-
-def _points_text(points: Points) -> str:
-    return "[" + ", ".join(f"[{float(fraction)!r}, {float(seconds)!r}]" for fraction, seconds in points) + "]"
+    def table(self) -> dict[str, object]:
+        """As a table of TOML."""
+        skew = {} if self.skew is None else {"skew": float(self.skew)}
+        return {"latency_s": float(self.latency_s), "bytes_per_s": float(self.bytes_per_s), **skew}

@@ -1,9 +1,9 @@
-"""How each way of a collective is started on NCCL and on gloo.
+"""How each algorithm of a collective is started on NCCL and on gloo.
 
 In: flat tensors of a dtype that the backends know, of what is given and of what is to be filled. Out: `Flight`, what to
 wait for and what is left to do then.
 
-| collective, way        | NCCL                                      | gloo                                |
+| collective, algorithm  | NCCL                                      | gloo                                |
 |------------------------|-------------------------------------------|-------------------------------------|
 | all_reduce ring, tree  | one call                                  | the same                            |
 | ... scatter+gather     | reduce-scatter and all-gather, in place   | one all-reduce (note)               |
@@ -18,13 +18,22 @@ wait for and what is left to do then.
 Note: gloo's own reduce-scatter is an all-reduce of a copy, of which each process keeps its piece. Done here it needs no
 padding; and as everyone then has the whole sum, scatter+gather has nothing left to gather. gloo's all-to-all wants one
 buffer with the piece once for every receiver, which sends and receives do without.
+
+CUDA tensors over gloo (`HostStaging`) go into pinned host memory, through the collective, and back, while the device
+computes on. One thread embarks: it brings a tensor to the host and starts its collective, in the order in which they
+were given, which must be the same on all processes. Another lands what has come through. So gloo, which has two threads
+of its own, has the next collective at hand while one is under way, as DistributedDataParallel gives it.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -81,7 +90,7 @@ class Backend(ABC):
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(count, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
-    def all_reduce(self, flat: Tensor, way: str) -> list[PendingWork]:
+    def all_reduce(self, flat: Tensor, algorithm: str) -> list[PendingWork]:
         return [self.group.allreduce([flat], self.adding)]
 
     def maximum(self, flat: Tensor) -> list[PendingWork]:
@@ -90,11 +99,11 @@ class Backend(ABC):
     def broadcast(self, flat: Tensor, source: int) -> list[PendingWork]:
         return [self.group.broadcast([flat], self.sending[source])]
 
-    def all_gather(self, piece: Tensor, whole: Tensor, counts: Sequence[int], way: str) -> Flight:
-        if way == "padded":
+    def all_gather(self, piece: Tensor, whole: Tensor, counts: Sequence[int], algorithm: str) -> Flight:
+        if algorithm == "padded":
             return self._gather_padded(piece, whole, counts)
         parts = whole.split_with_sizes(list(counts))
-        if way == "grouped":
+        if algorithm == "grouped":
             _fill(parts[self.rank], piece)
             starts = zip(parts, self.sending, strict=True)
             return self._group(
@@ -104,11 +113,11 @@ class Backend(ABC):
         _fill(parts[self.rank], piece)
         return works, None
 
-    def reduce_scatter(self, whole: Tensor, piece: Tensor, counts: Sequence[int], way: str) -> Flight:
-        if way == "padded":
+    def reduce_scatter(self, whole: Tensor, piece: Tensor, counts: Sequence[int], algorithm: str) -> Flight:
+        if algorithm == "padded":
             return self._scatter_padded(whole, piece, counts)
         parts = whole.split_with_sizes(list(counts))
-        if way == "grouped":
+        if algorithm == "grouped":
             piece.copy_(parts[self.rank])
             given = [piece if rank == self.rank else self._lend(part) for rank, part in enumerate(parts)]
             starts = zip(given, self.bringing, strict=True)
@@ -167,9 +176,9 @@ class Backend(ABC):
 class NcclBackend(Backend):
     """All of it runs on one stream of NCCL's, in order, behind what the current stream was given so far."""
 
-    def all_reduce(self, flat: Tensor, way: str) -> list[PendingWork]:
-        if way != "scatter+gather":
-            return super().all_reduce(flat, way)
+    def all_reduce(self, flat: Tensor, algorithm: str) -> list[PendingWork]:
+        if algorithm != "scatter+gather":
+            return super().all_reduce(flat, algorithm)
         each = flat.numel() // self.size
         works: list[PendingWork] = []
         if each:
@@ -254,3 +263,108 @@ class _Timed:
 def _fill(place: Tensor, piece: Tensor) -> None:
     if place.data_ptr() != piece.data_ptr():
         place.copy_(piece)
+
+
+Run = Callable[[Backend, Tensor, Tensor], Flight]
+
+
+class Crossing:
+    """One trip. `arrived` gets the event behind which the target is filled, or the error."""
+
+    __slots__ = ("arrived", "begins", "ready", "run", "source", "target")
+
+    def __init__(
+        self,
+        run: Run,
+        source: Tensor,
+        target: Tensor,
+        ready: torch.cuda.Event,
+        begins: Callable[[], object] | None = None,
+    ) -> None:
+        self.run, self.source, self.target, self.ready, self.begins = run, source, target, ready, begins
+        self.arrived: Future[torch.cuda.Event] = Future()
+
+    def wait(self) -> None:
+        """Until gloo is done; the copy back is left to the current stream to wait for."""
+        event = self.arrived.result()
+        torch.cuda.current_stream(self.target.device).wait_event(event)
+
+
+class HostStaging:
+    """Works until nobody holds it any more."""
+
+    def __init__(self, lane: Backend, device: torch.device) -> None:
+        self._device = device
+        # The threads know the queue and not this object, or it would be held for ever.
+        self._quay = quay = SimpleQueue[Crossing | None]()
+        under_way: SimpleQueue[_UnderWay | None] = SimpleQueue()
+        out, back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        _thread("embark", lambda: _embark(quay, under_way, lane, out))
+        _thread("land", lambda: _land(under_way, back))
+        weakref.finalize(self, quay.put, None)
+
+    def cross(self, run: Run, source: Tensor, target: Tensor, begins: Callable[[], object] | None = None) -> Crossing:
+        """Where `target` is `source`, the collective runs in place. `begins` is called when the source is computed."""
+        # Behind this event the source is computed, and whoever had the target's memory before has finished with it.
+        ready = torch.cuda.current_stream(self._device).record_event()
+        crossing = Crossing(run, source, target, ready, begins)
+        self._quay.put(crossing)
+        return crossing
+
+
+_UnderWay = tuple[Crossing, Flight, Tensor, Tensor]
+"""What crosses, what to wait for, and the host's tensors: the one it reads, kept until then, and the one it fills."""
+
+
+def _thread(does: str, work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name=f"lopsided-ferry-{does}", daemon=True).start()
+
+
+def _embark(
+    quay: SimpleQueue[Crossing | None],
+    under_way: SimpleQueue[_UnderWay | None],
+    lane: Backend,
+    stream: torch.cuda.Stream,
+) -> None:
+    # In inference mode, since only there may be written what the caller made in inference mode.
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        while (crossing := quay.get()) is not None:
+            try:
+                under_way.put((crossing, *_started(crossing, lane, stream)))
+            except Exception as error:
+                crossing.arrived.set_exception(error)
+            # While it waits for the next it keeps nothing of this one alive.
+            del crossing
+    under_way.put(None)
+
+
+def _started(crossing: Crossing, lane: Backend, stream: torch.cuda.Stream) -> tuple[Flight, Tensor, Tensor]:
+    source, target = crossing.source, crossing.target
+    if crossing.begins is not None:
+        crossing.ready.synchronize()
+        crossing.begins()
+    stream.wait_event(crossing.ready)
+    here = lane.empty(source.numel(), source.dtype)
+    here.copy_(source, non_blocking=True)
+    # It is this thread that waits, not the device.
+    stream.record_event().synchronize()
+    there = here if target is source else lane.empty(target.numel(), target.dtype)
+    return crossing.run(lane, here, there), here, there
+
+
+def _land(under_way: SimpleQueue[_UnderWay | None], stream: torch.cuda.Stream) -> None:
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        while (one := under_way.get()) is not None:
+            crossing, (works, finish), here, there = one
+            try:
+                for work in works:
+                    work.wait()
+                if finish is not None:
+                    finish()
+                crossing.target.copy_(there, non_blocking=True)
+                # Who does not wait may let go of it before it is filled.
+                crossing.target.record_stream(stream)
+                crossing.arrived.set_result(stream.record_event())
+            except Exception as error:
+                crossing.arrived.set_exception(error)
+            del one, crossing, works, finish, here, there

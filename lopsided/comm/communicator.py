@@ -1,8 +1,8 @@
-"""The devices of a plan talk: collectives on flat tensors whose pieces need not be equal, every way a plan can choose.
+"""The devices of a plan talk: collectives on flat tensors whose pieces need not be equal, by every algorithm.
 
 In: a process group, this process's device, the prices. Out: `Communicator`, whose methods start a collective and return
-a `Handle` to wait for it. How a way is carried out on which backend stands in `lanes`; CUDA tensors go over gloo by
-`ferry`. Here is what is the same for all: which way, as which dtype, and who is to blame if it fails.
+a `Handle` to wait for it. How an algorithm is carried out on which backend stands in `backends`. Here is what is the
+same for all: which algorithm, as which dtype, and who is to blame if it fails.
 
 Every process must start the same collectives in the same order and wait for each. Until it has waited, it must neither
 change what it gave nor use what it gets.
@@ -15,22 +15,21 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lopsided.cluster.collectives import Network
-from lopsided.comm.backends import Backend, Flight, GlooBackend, NcclBackend, PendingWork
-from lopsided.comm.host_staging import HostStaging, Run
+from lopsided.comm.backends import Backend, Flight, GlooBackend, HostStaging, NcclBackend, PendingWork, Run
 from lopsided.comm.recorder import Recorder, Sent
 from lopsided.errors import ClusterError, RankError, WorldError
 
 if TYPE_CHECKING:
     from lopsided.comm.watchdog import Watchdog
 
-_WAYS = {
+_ALGORITHMS = {
     "all_reduce": ("ring", "tree", "scatter+gather"),
     "all_gather": ("padded", "grouped", "all_to_all"),
     "reduce_scatter": ("padded", "grouped", "all_to_all"),
@@ -56,7 +55,23 @@ def as_label(what: What) -> Label:
 
 
 About = tuple[str, str, int, float]
-"""Of a collective: which, which way, bytes of the whole tensor, and how large the largest piece is."""
+"""Of a collective: which, by which algorithm, bytes of the whole tensor, and how large the largest piece is."""
+
+
+class CollectiveCall(NamedTuple):
+    """A collective to be started, checked already."""
+
+    collective: str
+    what: What
+    given: Tensor
+    result: Tensor  # is what was given, where it is changed in place
+    algorithm: str = ""  # "": the cheapest
+    counts: Sequence[int] = ()  # of every rank's piece; of an all_to_all, of what goes to each
+    taken: Sequence[int] = ()  # by an all_to_all, from each
+    whole_bytes: int = 0
+    largest: float = 1.0
+    source: int = 0  # of a broadcast
+
 
 # What both backends take as it is. Other dtypes are moved as bytes.
 _KNOWN = {
@@ -84,19 +99,19 @@ _OWN = (torch.OutOfMemoryError, torch.AcceleratorError)
 class Handle:
     """A collective under way."""
 
-    __slots__ = ("_error", "_result", "_sent", "_then", "_what", "_wire", "_works")
+    __slots__ = ("_communicator", "_error", "_result", "_sent", "_then", "_what", "_works")
 
     def __init__(
         self,
-        wire: Communicator,
+        communicator: Communicator,
         what: What,
         result: Tensor,
         works: Sequence[PendingWork] = (),
         then: Sequence[Callable[[], object]] = (),
         sent: Sent | None = None,
     ) -> None:
-        self._wire, self._what, self._result, self._works, self._then = wire, what, result, works, then
-        self._sent = sent
+        self._communicator, self._what, self._result = communicator, what, result
+        self._works, self._then, self._sent = works, then, sent
         self._error: Exception | None = None
 
     def wait(self) -> Tensor:
@@ -105,7 +120,7 @@ class Handle:
             raise self._error
         if self._works or self._then:
             try:
-                self._wire._stand(self._works, self._what, self._sent)
+                self._communicator._stand(self._works, self._what, self._sent)
                 for finish in self._then:
                     finish()
             except Exception as error:
@@ -137,33 +152,35 @@ class Communicator:
         self.waited_s, self.sent_bytes = 0.0, 0
         self.recorder: Recorder | None = None  # of this step
         timeout, backend = timedelta(seconds=timeout_s), _backend(group, device)
-        self._ferry: HostStaging | None = None
-        self._lane: Backend
+        self._staging: HostStaging | None = None
+        self._backend: Backend
         if backend == "nccl":
-            self._lane = NcclBackend(group, device, timeout)
+            self._backend = NcclBackend(group, device, timeout)
         elif device.type == "cpu" or self.size == 1:
-            self._lane = GlooBackend(group, device, timeout)
+            self._backend = GlooBackend(group, device, timeout)
         else:
-            self._lane = GlooBackend(group, torch.device("cpu"), timeout, pinned=True)
-            self._ferry = HostStaging(self._lane, device)
+            self._backend = GlooBackend(group, torch.device("cpu"), timeout, pinned=True)
+            self._staging = HostStaging(self._backend, device)
 
-    def all_reduce(self, flat: Tensor, *, what: What = "", way: str = "") -> Handle:
+    def all_reduce(self, flat: Tensor, *, what: What = "", algorithm: str = "") -> Handle:
         """The sum over all devices, in place."""
-        if self.size == 1 or not flat.numel():
-            return Handle(self, what, flat)
-        way = self._choose("all_reduce", way, flat.nbytes, 1.0)
-        about = ("all_reduce", way, flat.nbytes, 1.0)
-        return self._in_place(what, flat, lambda lane, _, target: (lane.all_reduce(target, way), None), about)
+        return self._start_in_place(CollectiveCall("all_reduce", what, flat, flat, algorithm))
 
     def maximum(self, flat: Tensor, *, what: What = "") -> Handle:
         """The largest over all devices, in place."""
-        if self.size == 1 or not flat.numel():
-            return Handle(self, what, flat)
-        about = ("all_reduce", "ring", flat.nbytes, 1.0)
-        return self._in_place(what, flat, lambda lane, _, target: (lane.maximum(target), None), about)
+        return self._start_in_place(CollectiveCall("maximum", what, flat, flat))
+
+    def broadcast(self, flat: Tensor, source: int, *, what: What = "") -> Handle:
+        """What rank `source` has, in place."""
+        return self._start_in_place(CollectiveCall("broadcast", what, flat, flat, source=source))
+
+    def _start_in_place(self, call: CollectiveCall) -> Handle:
+        if self.size == 1 or not call.given.numel():
+            return Handle(self, call.what, call.result)
+        return self._start(call)
 
     def all_gather(
-        self, piece: Tensor, counts: Sequence[int], *, what: What = "", way: str = "", out: Tensor | None = None
+        self, piece: Tensor, counts: Sequence[int], *, what: What = "", algorithm: str = "", out: Tensor | None = None
     ) -> Handle:
         """All devices' pieces in the order of their ranks, of `counts` elements each; in `out` if that is given.
 
@@ -177,39 +194,27 @@ class Communicator:
             if out is not None and out.data_ptr() != piece.data_ptr():
                 out.copy_(piece.detach())
             return Handle(self, what, piece if out is None else out)
-        whole = self._empty(total, piece.dtype) if out is None else out
+        whole = self._empty(total, piece) if out is None else out
         if not total:
             return Handle(self, what, whole)
         largest = self.size * max(counts) / total
-        way = self._choose("all_gather", way, whole.nbytes, largest)
-        self._count(way, counts, total, counts[self.rank] * (self.size - 1), piece.itemsize)
-        source, target = _movable(piece), _movable(whole)
-        sizes = _sizes(counts, piece)
-        about = ("all_gather", way, whole.nbytes, largest)
-        return self._begin(what, whole, lambda lane, a, b: lane.all_gather(a, b, sizes, way), source, target, about)
+        return self._start(
+            CollectiveCall("all_gather", what, piece, whole, algorithm, counts, (), whole.nbytes, largest)
+        )
 
-    def reduce_scatter(self, whole: Tensor, counts: Sequence[int], *, what: What = "", way: str = "") -> Handle:
+    def reduce_scatter(self, whole: Tensor, counts: Sequence[int], *, what: What = "", algorithm: str = "") -> Handle:
         """Of the sum over all devices this one's piece, of `counts[rank]` elements. `whole` stays as it is."""
-        total, count = self._total(counts, what), counts[self.rank]
+        total = self._total(counts, what)
         self._check(whole, total, what)
         if self.size == 1:
             return Handle(self, what, whole)
-        piece = self._empty(count, whole.dtype)
+        piece = self._empty(counts[self.rank], whole)
         if not total:
             return Handle(self, what, piece)
         largest = self.size * max(counts) / total
-        way = self._choose("reduce_scatter", way, whole.nbytes, largest)
-        about = ("reduce_scatter", way, whole.nbytes, largest)
-        self._count(way, counts, total, total - count, whole.itemsize)
-
-        def run(lane: Backend, source: Tensor, target: Tensor) -> Flight:
-            return lane.reduce_scatter(source, target, counts, way)
-
-        source = _summable(whole, what)
-        if source.dtype == whole.dtype:
-            return self._begin(what, piece, run, source, piece, about)
-        target = self._empty(count, source.dtype)
-        return self._begin(what, piece, run, source, target, about, (lambda: piece.copy_(target),))
+        return self._start(
+            CollectiveCall("reduce_scatter", what, whole, piece, algorithm, counts, (), whole.nbytes, largest)
+        )
 
     def all_to_all(
         self,
@@ -229,30 +234,86 @@ class Communicator:
         self._check(send, self._total(give, what), what)
         if self.size == 1:
             return Handle(self, what, send)
-        self.sent_bytes += (send.numel() - give[self.rank]) * send.itemsize
-        taken = self._empty(self._total(take, what), send.dtype)
-        source, target = _movable(send), _movable(taken)
-        given, came = _sizes(give, send), _sizes(take, send)
+        taken = self._empty(self._total(take, what), send)
         whole_bytes = whole_bytes or max(send.nbytes, taken.nbytes) * self.size  # as if all had as much
-        about = ("all_to_all", "direct", whole_bytes, largest)
-        return self._begin(what, taken, lambda lane, a, b: lane.all_to_all(a, b, given, came), source, target, about)
+        return self._start(CollectiveCall("all_to_all", what, send, taken, "direct", give, take, whole_bytes, largest))
 
-    def broadcast(self, flat: Tensor, source: int, *, what: What = "") -> Handle:
-        """What rank `source` has, in place."""
-        if self.size == 1 or not flat.numel():
-            return Handle(self, what, flat)
-        self.sent_bytes += flat.nbytes * (self.size - 1) // self.size
-        moved, about = _movable(flat), ("broadcast", "direct", flat.nbytes, 1.0)
-        return self._begin(
-            what, flat, lambda lane, _, target: (lane.broadcast(target, source), None), moved, moved, about
-        )
+    # How it is carried out: `in_process` has two classes that do it otherwise
 
-    def _in_place(self, what: What, flat: Tensor, run: Run, about: About) -> Handle:
+    def _start(self, call: CollectiveCall) -> Handle:
+        match call.collective:
+            case "all_reduce" | "maximum":
+                return self._start_reduction(call)
+            case "all_gather":
+                return self._start_gather(call)
+            case "reduce_scatter":
+                return self._start_scatter(call)
+            case "all_to_all":
+                return self._start_exchange(call)
+            case _:
+                return self._start_broadcast(call)
+
+    def _start_reduction(self, call: CollectiveCall) -> Handle:
+        flat = call.given
+        adds = call.collective == "all_reduce"
+        algorithm = self._choose(call, flat.nbytes) if adds else "ring"
+        about = ("all_reduce", algorithm, flat.nbytes, 1.0)
         self.sent_bytes += 2 * flat.nbytes * (self.size - 1) // self.size
-        held, summed = flat.detach(), _summable(flat, what)
-        if summed.dtype == flat.dtype:
-            return self._begin(what, flat, run, summed, summed, about)
-        return self._begin(what, flat, run, summed, summed, about, (lambda: held.copy_(summed),))
+        held, summed = flat.detach(), _summable(flat, call.what)
+
+        def run(backend: Backend, _: Tensor, target: Tensor) -> Flight:
+            return backend.all_reduce(target, algorithm) if adds else backend.maximum(target), None
+
+        then = () if summed.dtype == flat.dtype else (lambda: held.copy_(summed),)
+        return self._begin(call.what, flat, run, summed, summed, about, then)
+
+    def _start_gather(self, call: CollectiveCall) -> Handle:
+        piece, whole, counts = call.given, call.result, call.counts
+        algorithm = self._choose(call, call.whole_bytes)
+        self._count(algorithm, counts, counts[self.rank] * (self.size - 1), piece.itemsize)
+        sizes = _sizes(counts, piece)
+        about = (call.collective, algorithm, call.whole_bytes, call.largest)
+
+        def run(backend: Backend, source: Tensor, target: Tensor) -> Flight:
+            return backend.all_gather(source, target, sizes, algorithm)
+
+        return self._begin(call.what, whole, run, _movable(piece), _movable(whole), about)
+
+    def _start_scatter(self, call: CollectiveCall) -> Handle:
+        whole, piece, counts = call.given, call.result, call.counts
+        algorithm = self._choose(call, call.whole_bytes)
+        self._count(algorithm, counts, whole.numel() - counts[self.rank], whole.itemsize)
+        about = (call.collective, algorithm, call.whole_bytes, call.largest)
+
+        def run(backend: Backend, source: Tensor, target: Tensor) -> Flight:
+            return backend.reduce_scatter(source, target, counts, algorithm)
+
+        source = _summable(whole, call.what)
+        if source.dtype == whole.dtype:
+            return self._begin(call.what, piece, run, source, piece, about)
+        target = self._empty(piece.numel(), source)
+        return self._begin(call.what, piece, run, source, target, about, (lambda: piece.copy_(target),))
+
+    def _start_exchange(self, call: CollectiveCall) -> Handle:
+        send, taken = call.given, call.result
+        self.sent_bytes += (send.numel() - call.counts[self.rank]) * send.itemsize
+        given, came = _sizes(call.counts, send), _sizes(call.taken, send)
+        about = (call.collective, call.algorithm, call.whole_bytes, call.largest)
+
+        def run(backend: Backend, source: Tensor, target: Tensor) -> Flight:
+            return backend.all_to_all(source, target, given, came)
+
+        return self._begin(call.what, taken, run, _movable(send), _movable(taken), about)
+
+    def _start_broadcast(self, call: CollectiveCall) -> Handle:
+        flat = call.given
+        self.sent_bytes += flat.nbytes * (self.size - 1) // self.size
+        moved, about = _movable(flat), (call.collective, "direct", flat.nbytes, 1.0)
+
+        def run(backend: Backend, _: Tensor, target: Tensor) -> Flight:
+            return backend.broadcast(target, call.source), None
+
+        return self._begin(call.what, flat, run, moved, moved, about)
 
     def _begin(
         self,
@@ -266,15 +327,15 @@ class Communicator:
     ) -> Handle:
         what = as_label(what or "a collective")
         sent = None
-        if self.recorder is not None and (self._ferry is not None or self.device.type == "cpu"):
+        if self.recorder is not None and (self._staging is not None or self.device.type == "cpu"):
             sent = self.recorder.starts(what.text, *about, item=what.item)
-        if self._ferry is not None:
-            crossing = self._ferry.cross(run, source, target, sent.begins if sent is not None else None)
+        if self._staging is not None:
+            crossing = self._staging.cross(run, source, target, sent.begins if sent is not None else None)
             if sent is not None:
                 crossing.arrived.add_done_callback(lambda _: sent.arrived())
             return Handle(self, what, result, (crossing,), then, sent)
         try:
-            works, finish = run(self._lane, source, target)
+            works, finish = run(self._backend, source, target)
         except _OWN:
             raise
         except RuntimeError as error:
@@ -311,18 +372,20 @@ class Communicator:
             do="see what the other processes say: one has ended or stopped taking part; or allow more by timeout_s",
         )
 
-    def _choose(self, collective: str, way: str, whole_bytes: int, largest: float) -> str:
-        way = way or self.network.best(collective, whole_bytes, largest).implementation
-        if way not in _WAYS[collective]:
+    def _choose(self, call: CollectiveCall, whole_bytes: int) -> str:
+        """The algorithm that was asked for, or else the cheapest."""
+        collective, known = call.collective, _ALGORITHMS[call.collective]
+        algorithm = call.algorithm or self.network.best(collective, whole_bytes, call.largest).implementation
+        if algorithm not in known:
             raise ClusterError(
-                f"{collective} cannot be carried out as {way!r}", do=f"choose from {', '.join(_WAYS[collective])}"
+                f"{collective} cannot be carried out as {algorithm!r}", do=f"choose from {', '.join(known)}"
             )
-        return way
+        return algorithm
 
-    def _count(self, way: str, counts: Sequence[int], total: int, direct: int, itemsize: int) -> None:
+    def _count(self, algorithm: str, counts: Sequence[int], direct: int, itemsize: int) -> None:
         """What a device sends in a gather or scatter: what is `direct`ly for the others, or else all but its n-th."""
-        carried = max(counts) * self.size if way == "padded" else total
-        self.sent_bytes += itemsize * (direct if way == "all_to_all" else carried * (self.size - 1) // self.size)
+        carried = max(counts) * self.size if algorithm == "padded" else sum(counts)
+        self.sent_bytes += itemsize * (direct if algorithm == "all_to_all" else carried * (self.size - 1) // self.size)
 
     def _total(self, counts: Sequence[int], what: What) -> int:
         if len(counts) != self.size:
@@ -340,8 +403,8 @@ class Communicator:
             do="give every process the same counts, one for each rank, and each tensor as many elements as they say",
         )
 
-    def _empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(count, dtype=dtype, device=self.device)
+    def _empty(self, count: int, like: Tensor) -> Tensor:
+        return torch.empty(count, dtype=like.dtype, device=self.device)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -10,6 +10,9 @@ last carries it out for all, terms of sums in the order of the ranks.
 
 An error on one rank ends the others and is raised to the caller. Ranks that wait for each other for ever, or that
 start different collectives, are told so.
+
+`LoneCommunicator` has nobody to talk with: every collective is over at once, and the others' pieces are zeros. A
+program runs on it as it runs on this device, with all the work around its collectives, to see what that takes.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from torch import Tensor
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link
-from lopsided.comm.communicator import Communicator, Handle, What
+from lopsided.comm.communicator import CollectiveCall, Communicator, Handle
 from lopsided.errors import WorldError
 
 T = TypeVar("T")
@@ -240,8 +243,17 @@ def _sum(given: Sequence[Given]) -> Tensor:
     return total
 
 
+_CARRY_OUT: dict[str, CarryOut] = {
+    "all_reduce": _add,
+    "maximum": _choose_largest,
+    "all_gather": _join,
+    "reduce_scatter": _add_and_part,
+    "all_to_all": _exchange,
+}
+
+
 class InProcessCommunicator(Communicator):
-    """The communicator of one rank among threads. Whatever way is wished for, tensors are handed over directly."""
+    """The communicator of one rank among threads. Whatever algorithm is asked for, tensors are handed over directly."""
 
     def __init__(self, turns: _Turns, rank: int, device: torch.device) -> None:
         self.rank, self.size, self.device, self.network = rank, turns.size, device, _network(turns.size)
@@ -249,59 +261,9 @@ class InProcessCommunicator(Communicator):
         self.recorder = self.watch = None
         self._turns, self._number = turns, 0
 
-    def all_reduce(self, flat: Tensor, *, what: What = "", way: str = "") -> Handle:
-        if self.size == 1 or not flat.numel():
-            return Handle(self, what, flat)
-        return self._meet("all_reduce", what, (flat.detach(),), flat, _add)
-
-    def maximum(self, flat: Tensor, *, what: What = "") -> Handle:
-        if self.size == 1 or not flat.numel():
-            return Handle(self, what, flat)
-        return self._meet("maximum", what, (flat.detach(),), flat, _choose_largest)
-
-    def all_gather(
-        self, piece: Tensor, counts: Sequence[int], *, what: What = "", way: str = "", out: Tensor | None = None
-    ) -> Handle:
-        total = self._total(counts, what)
-        self._check(piece, counts[self.rank], what)
-        if out is not None:
-            self._check(out, total, what)
-        if self.size == 1 and out is None:
-            return Handle(self, what, piece)
-        whole = self._empty(total, piece.dtype) if out is None else out
-        return self._meet("all_gather", what, (piece.detach(),), whole, _join)
-
-    def reduce_scatter(self, whole: Tensor, counts: Sequence[int], *, what: What = "", way: str = "") -> Handle:
-        self._check(whole, self._total(counts, what), what)
-        if self.size == 1:
-            return Handle(self, what, whole)
-        piece = self._empty(counts[self.rank], whole.dtype)
-        return self._meet("reduce_scatter", what, (whole.detach(),), piece, _add_and_part)
-
-    def all_to_all(
-        self,
-        send: Tensor,
-        give: Sequence[int],
-        take: Sequence[int],
-        *,
-        what: What = "",
-        whole_bytes: int = 0,
-        largest: float = 1.0,
-    ) -> Handle:
-        self._check(send, self._total(give, what), what)
-        if self.size == 1:
-            return Handle(self, what, send)
-        taken = self._empty(self._total(take, what), send.dtype)
-        return self._meet("all_to_all", what, send.detach().split_with_sizes(list(give)), taken, _exchange)
-
-    def broadcast(self, flat: Tensor, source: int, *, what: What = "") -> Handle:
-        if self.size == 1 or not flat.numel():
-            return Handle(self, what, flat)
-        return self._meet("broadcast", what, (flat.detach(),), flat, partial(_copy_from, source))
-
-    def _meet(self, collective: str, what: What, given: Given, result: Tensor, carry_out: CarryOut) -> Handle:
+    def _start(self, call: CollectiveCall) -> Handle:
         """Come to the next meeting; whoever comes last carries it out."""
-        named, meetings = f"{collective} of {what or 'something'}", self._turns.meetings
+        named, meetings = f"{call.collective} of {call.what or 'something'}", self._turns.meetings
         meeting = meetings.setdefault(self._number, _Meeting(named))
         if meeting.what != named:
             raise WorldError(
@@ -309,19 +271,44 @@ class InProcessCommunicator(Communicator):
                 where=f"rank {self.rank} of {self.size}",
                 do=_SAME_ORDER,
             )
-        meeting.given[self.rank], meeting.results[self.rank] = given, result.detach()
+        given = call.given.detach()
+        parts = given.split_with_sizes(list(call.counts)) if call.collective == "all_to_all" else (given,)
+        meeting.given[self.rank], meeting.results[self.rank] = parts, call.result.detach()
         if len(meeting.given) == self.size:
             ranks = range(self.size)
+            carry_out = (
+                partial(_copy_from, call.source) if call.collective == "broadcast" else _CARRY_OUT[call.collective]
+            )
             carry_out([meeting.given[rank] for rank in ranks], [meeting.results[rank] for rank in ranks])
             meeting.is_over = True
             meeting.given, meeting.results = {}, {}
             del meetings[self._number]
         self._number += 1
-        return Handle(self, what, result, () if meeting.is_over else (_Arrival(self._turns, self.rank, meeting),))
+        works = () if meeting.is_over else (_Arrival(self._turns, self.rank, meeting),)
+        return Handle(self, call.what, call.result, works)
 
 
 @cache
 def _network(size: int) -> Network:
-    """Prices among ranks that are all alike: what a choice between ways is made by."""
+    """Prices among ranks that are all alike: what a choice between algorithms is made by."""
     kind = Kind("thread", "here", 1, size, (("f32", 1e10),), 1e10, 2**34, 0.0)
     return Network(Cluster("in process", "", (kind,), Link(0.0, 1e10), Link(0.0, 1e10)))
+
+
+class LoneCommunicator(Communicator):
+    """The communicator of one rank without the others; sums are what was given."""
+
+    def __init__(self, rank: int = 0, size: int = 2) -> None:
+        self.rank, self.size = rank, size
+        self.recorder = None
+
+    def _start(self, call: CollectiveCall) -> Handle:
+        before = sum(call.counts[: self.rank])
+        if call.collective == "all_gather":
+            call.result[before : before + call.given.numel()] = call.given.detach()
+        elif call.collective == "reduce_scatter":
+            call.result.copy_(call.given.detach()[before : before + call.result.numel()])
+        return Handle(self, call.what, call.result)
+
+    def _empty(self, count: int, like: Tensor) -> Tensor:
+        return like.new_zeros(count)

@@ -1,6 +1,7 @@
 """Notes what one process does: seconds of some steps, and of some others all that is computed and sent.
 
-In: marks of the interpreter (`instructions`), of the wire and of the optimizer. Out: `StepRun`s, and when each began.
+In: marks of the interpreter (`instructions`), of the communicator and of the optimizer. Out: `StepRun`s, and when each
+began.
 
 Computing is one line of marks: what begins ends what was going on. The backward pass of an op begins when the gradient
 of its result is there, because autograd then runs it. What is sent ends when it has arrived, which a thread of its own

@@ -1,7 +1,8 @@
 """Changing the placement of a value for real: this process's part in, this process's part out.
 
-In: a `Communicator` and the shares. Out: `Redistributor`, whose `move` is `imaginary.move` seen from one device, whose
-`convert` carries gradients too, and whose `gather` and `scatter` serve several tensors with one collective.
+In: a `Communicator` and the shares. Out: `Redistributor`, whose `move` is `simulated_devices.move` seen from one
+device, whose `convert` carries gradients too, and whose `gather` and `scatter` serve several tensors with one
+collective.
 
 A collective sends flat runs of elements, one run for each device. Where a shard is cut along the outermost dim the
 whole tensor already lies like that, and nothing is copied (`Layout.is_flat`).
@@ -77,7 +78,7 @@ class Layout:
 
 
 class Redistributor:
-    """Conversions between the devices of a plan. `shares` are in the order of the wire's ranks."""
+    """Conversions between the devices of a plan. `shares` are in the order of the communicator's ranks."""
 
     def __init__(self, wire: Communicator, shares: Shares, network: Network) -> None:
         self.wire, self.shares, self.network = wire, shares, network
@@ -92,7 +93,7 @@ class Redistributor:
             found = self._layouts[key] = Layout(*key, pieces_of(placement, key[1], self.shares))
         return found
 
-    def way(self, collective: str, whole_bytes: int, largest: float) -> str:
+    def algorithm(self, collective: str, whole_bytes: int, largest: float) -> str:
         """The implementation the plan's prices choose."""
         key = (collective, whole_bytes, largest)
         if key not in self._ways:
@@ -130,14 +131,14 @@ class Redistributor:
         return total
 
     def _gather(self, part: Tensor, layout: Layout, what: What) -> Tensor:
-        way = self.way("all_gather", _bytes(layout.shape, part), layout.largest)
-        flat = self.wire.all_gather(_flat(part), layout.counts, what=what, way=way).wait()
+        algorithm = self.algorithm("all_gather", _bytes(layout.shape, part), layout.largest)
+        flat = self.wire.all_gather(_flat(part), layout.counts, what=what, algorithm=algorithm).wait()
         return flat.view(layout.shape) if layout.is_flat else layout.joined(flat.split(layout.counts))
 
     def _scatter(self, part: Tensor, layout: Layout, what: What) -> Tensor:
-        way = self.way("reduce_scatter", _bytes(layout.shape, part), layout.largest)
+        algorithm = self.algorithm("reduce_scatter", _bytes(layout.shape, part), layout.largest)
         flat = _flat(part) if layout.is_flat else torch.cat(layout.runs(part))
-        handle = self.wire.reduce_scatter(flat, layout.counts, what=what, way=way)
+        handle = self.wire.reduce_scatter(flat, layout.counts, what=what, algorithm=algorithm)
         return handle.wait().view(layout.local_shapes[self.rank])
 
     def _reshard(self, part: Tensor, source: Layout, to: Layout, what: What) -> Tensor:
@@ -159,21 +160,21 @@ class Redistributor:
     # Several values at once
 
     def start_gather(
-        self, parts: Sequence[Tensor], layouts: Sequence[Layout], what: What, *, way: str = ""
+        self, parts: Sequence[Tensor], layouts: Sequence[Layout], what: What, *, algorithm: str = ""
     ) -> Gathering:
         """Gather several pieces (of one dtype) with one collective."""
         whole_bytes = sum(_bytes(layout.shape, parts[0]) for layout in layouts)
         skewed = sum(_bytes(layout.shape, parts[0]) * layout.largest for layout in layouts)
-        way = way or self.way("all_gather", whole_bytes, skewed / whole_bytes if whole_bytes else 1.0)
+        algorithm = algorithm or self.algorithm("all_gather", whole_bytes, skewed / whole_bytes if whole_bytes else 1.0)
         flat = _flat(parts[0]) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         counts = [sum(layout.counts[d] for layout in layouts) for d in range(self.size)]
-        return Gathering(self.wire.all_gather(flat, counts, what=what, way=way), counts, layouts)
+        return Gathering(self.wire.all_gather(flat, counts, what=what, algorithm=algorithm), counts, layouts)
 
     def start_scatter(self, wholes: Sequence[Tensor], layouts: Sequence[Layout], what: What) -> Handle:
         """Add up several whole tensors (of one dtype) over the devices, everybody keeping flat runs of its pieces."""
         whole_bytes = sum(whole.nbytes for whole in wholes)
         skewed = sum(w.nbytes * layout.largest for w, layout in zip(wholes, layouts, strict=True))
-        way = self.way("reduce_scatter", whole_bytes, skewed / whole_bytes if whole_bytes else 1.0)
+        algorithm = self.algorithm("reduce_scatter", whole_bytes, skewed / whole_bytes if whole_bytes else 1.0)
         counts = [sum(layout.counts[d] for layout in layouts) for d in range(self.size)]
         if len(wholes) == 1 and layouts[0].is_flat:
             # Alone in the world the result is the tensor itself, which may belong to others too.
@@ -181,7 +182,7 @@ class Redistributor:
         else:
             runs = [layout.runs(whole) for whole, layout in zip(wholes, layouts, strict=True)]
             flat = torch.cat([of_tensor[d] for d in range(self.size) for of_tensor in runs])
-        return self.wire.reduce_scatter(flat, counts, what=what, way=way)
+        return self.wire.reduce_scatter(flat, counts, what=what, algorithm=algorithm)
 
     def start_reshard(
         self, parts: Sequence[Tensor], sources: Sequence[Layout], targets: Sequence[Layout], what: What
@@ -192,8 +193,8 @@ class Redistributor:
         whole_bytes = sum(sizes)
         skewed = sum(n * max(a.largest, b.largest) for n, (a, b) in zip(sizes, both, strict=True))
         largest = skewed / whole_bytes if whole_bytes else 1.0
-        if self.way("all_to_all", whole_bytes, largest) == "gather":
-            return _GatheredAndCut(self.start_gather(parts, sources, what, way="padded"), targets, self.rank)
+        if self.algorithm("all_to_all", whole_bytes, largest) == "gather":
+            return _GatheredAndCut(self.start_gather(parts, sources, what, algorithm="padded"), targets, self.rank)
         reshards = [_Reshard(source, to, self.rank) for source, to in both]
         given = [reshard.given(part) for reshard, part in zip(reshards, parts, strict=True)]
         take = [[math.prod(reshard.shapes[d]) for reshard in reshards] for d in range(self.size)]

@@ -10,8 +10,8 @@ make (`call`).
     at/RANK           its thread, every second                    explain; the rank before it, every second
     failed            the first to know: an uncaught exception,   every thread, every second; explain
                       or whoever finds that a rank is silent
-    seen, gone        counts of ranks that know it, that left     rank 0, whose process may hold the store and
-                                                                  stays a moment, so that all can read
+    seen/RANK         its thread, once it knows the failure       rank 0, whose process may hold the store and
+    gone/RANK         a rank that leaves                          stays a moment, so that all can read
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ _log = logging.getLogger("lopsided")
 _MOST_S = 4.5  # that an explanation takes
 _BEATS = 3  # that are missed by a rank that is called silent
 _GRACE_S = 10.0  # for the main thread to notice by itself what the thread knows
-_STAY_S = 3.0  # that rank 0 stays for others to read
 _WORDS = 3  # of 8 bytes, for the name of a call
+_LEAVE_S = 3.0  # that a rank takes at most to tell that it fails or leaves, and rank 0 stays for others that leave
+_STAY_S = 10.0  # that rank 0 stays at most for others to read why it failed
 _numbers = itertools.count()
 
 FORWARD = "a forward pass"
@@ -90,6 +91,7 @@ class Failure:
 
     culprit: int
     reason: str
+    do: str = ""  # is not posted
 
     def text(self) -> str:
         return json.dumps([self.culprit, self.reason])
@@ -202,17 +204,24 @@ class Watchdog:
         """What to raise for a collective that failed or timed out. Takes some seconds and never hangs."""
         mine = self.position
         mine = Position(mine.beat, mine.now_s, mine.step, what, mine.since_s)
-        said = _within(_MOST_S, lambda: self._find(mine))
-        reason, do = said if isinstance(said, tuple) else self._no_store(mine)
+        said = self._known() or _within(_MOST_S, lambda: self._find(mine))
+        # The thread may have heard of a failure while the store went.
+        reason, do = said if isinstance(said, tuple) else self._known() or self._no_store(mine)
         return RankError(reason, where=f"rank {self.world.rank}, {mine}", do=do, error=reason_of(error, None))
+
+    def _known(self) -> tuple[str, str] | None:
+        """What this rank has heard already. It needs no store, which goes with rank 0's process."""
+        if (failure := self._failure) is None:
+            return None
+        return failure.reason, failure.do or f"see the output of rank {failure.culprit}"
 
     def _find(self, mine: Position) -> tuple[str, str]:
         first = self._positions()
         until = time.monotonic() + _BEATS * self.every_s
         while True:
-            if failure := self._failure or self._posted_failure(self._asks):
-                self._failure = failure
-                return failure.reason, f"see the output of rank {failure.culprit}"
+            self._failure = self._failure or self._posted_failure(self._asks)
+            if known := self._known():
+                return known
             if time.monotonic() >= until:
                 break
             time.sleep(self.every_s / 4)
@@ -361,7 +370,8 @@ class Watchdog:
                 except (RuntimeError, ValueError):
                     misses += 1
                     if misses == 3 and self._failure is None:
-                        self._failure, self._noticed_s = Failure(0, self._no_store(self.position)[0]), time.monotonic()
+                        self._failure = Failure(0, *self._no_store(self.position))
+                        self._noticed_s = time.monotonic()
             self._end_if_stuck()
 
     def _post(self, ended: str = "") -> None:
@@ -378,8 +388,7 @@ class Watchdog:
         if failure is not None:
             if not self._noticed_s:
                 self._failure, self._noticed_s = failure, time.monotonic()
-                # Rank 0 waits for the others, not for itself.
-                self._beats.add("seen", int(self.world.rank > 0))
+                self._beats.set(f"seen/{self.world.rank}", "")
             return
         rank, beat, heard_s = self._neighbour
         rank = rank if rank >= 0 else (self.world.rank + 1) % self.world.size
@@ -430,13 +439,13 @@ class Watchdog:
         if threading.current_thread() is self._thread:  # which collects garbage, like any other
             return
         # A thread in the store when the interpreter goes would abort the process.
-        self._thread.join(_STAY_S)
+        self._thread.join(_LEAVE_S)
         if self._failure is None and not self._thread.is_alive():
-            _within(_STAY_S, lambda: self._say_goodbye(how))
+            _within(_LEAVE_S, lambda: self._say_goodbye(how))
 
     def _say_goodbye(self, how: str) -> None:
         self._post(how)
-        self._beats.add("gone", 1)
+        self._beats.set(f"gone/{self.world.rank}", "")
 
     def _failed(self, error: BaseException, trace: TracebackType | None) -> None:
         """An exception that ends this process: tell the others why."""
@@ -446,18 +455,27 @@ class Watchdog:
             failure = self._failure or Failure(self.world.rank, error.what)
         else:
             failure = Failure(self.world.rank, f"{self._name(self.world.rank)} failed: {reason_of(error, trace)}")
-        _within(_STAY_S, lambda: self._fail(failure, self._asks))
 
-    def _stay(self, count: str, others: int) -> None:
-        """With rank 0's process the store may go, so it stays until the others have read, or long enough."""
-        if self.world.rank == 0 and self._pid == os.getpid() and not _torchrun_holds_the_store():
-            until = time.monotonic() + _STAY_S
+        def tell() -> None:
+            self._fail(failure, self._asks)
+            # It needs the store no more.
+            for mark in ("seen", "gone"):
+                self._asks.set(f"{mark}/{self.world.rank}", "")
 
-            def all_did() -> bool:
-                return self._asks.add(count, 0) >= others
+        _within(_LEAVE_S, tell)
 
-            while time.monotonic() < until and _within(_STAY_S, all_did) is False:
-                time.sleep(self.every_s / 10)
+    def _stay(self, mark: str, most_s: float) -> None:
+        """With rank 0's process the store may go: it stays until the others have set their mark, or long enough.
+
+        Who failed may be gone without one.
+        """
+        if self.world.rank > 0 or self._pid != os.getpid() or _torchrun_holds_the_store():
+            return
+        culprit = self._failure.culprit if self._failure is not None else 0
+        marks = [f"{mark}/{rank}" for rank in range(1, self.world.size) if rank != culprit]
+        until = time.monotonic() + most_s
+        while marks and time.monotonic() < until and _within(_LEAVE_S, lambda: self._asks.check(marks)) is False:
+            time.sleep(self.every_s / 10)
 
 
 # Of the process: one hook for all watches
@@ -480,7 +498,7 @@ def _keep(watch: Watchdog) -> None:
                 each._failed(error, trace)
             before(kind, error, trace)
             for each in watches:
-                each._stay("seen", each.world.size - 1)
+                each._stay("seen", _STAY_S)
 
         sys.excepthook = hook
 
@@ -490,7 +508,7 @@ def _at_exit() -> None:
         failed = watch._failure is not None
         watch._leave("finished")
         if not failed:
-            watch._stay("gone", watch.world.size)
+            watch._stay("gone", _LEAVE_S)
 
 
 def _torchrun_holds_the_store() -> bool:

@@ -5,6 +5,9 @@ In: jobs of the parent, one after the other. Out: the measured cluster; of each 
 All contestants live in the same processes, begin with the same weights and step through the same global batches. Each
 writes its loop the way its users do: `DistributedDataParallel` on this worker's rows, its loss weighted by them so that
 the averaged gradient is that of the global mean; `lopsided.parallelize` and `lopsided.shard`; the plain model.
+
+They train on `text.txt`, a story written for it, one token a letter (`Windows`): the same samples in the same order for
+everyone.
 """
 
 from __future__ import annotations
@@ -12,17 +15,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
-from lopsided.demo.text import Windows, letters
 from lopsided.ir.placement import start_of
 from lopsided.models.by_name import load
 from lopsided.profiling.measure import measure
@@ -252,3 +256,42 @@ def _group(devices: tuple[str, ...]) -> dist.ProcessGroup | None:
     if devices not in _groups:
         _groups[devices] = dist.new_group(backend="nccl")
     return _groups[devices]
+
+
+_STORY_SEED = 0
+
+
+@cache
+def story() -> str:
+    return (Path(__file__).parent / "text.txt").read_text(encoding="ascii")
+
+
+@cache
+def letters() -> str:
+    """Every letter that occurs, in the order of their tokens."""
+    return "".join(sorted(set(story())))
+
+
+@cache
+def _tokens() -> Tensor:
+    token = {letter: k for k, letter in enumerate(letters())}
+    return torch.tensor([token[letter] for letter in story()])
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Stretches of the story that begin anywhere, each with the letters that follow."""
+
+    def __init__(self, samples: int, length: int) -> None:
+        self.length = length
+        dice = torch.Generator().manual_seed(_STORY_SEED)
+        self._starts = torch.randint(len(story()) - length, (samples,), generator=dice).tolist()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        start, tokens = self._starts[number], _tokens()
+        return {
+            "input_ids": tokens[start : start + self.length],
+            "labels": tokens[start + 1 : start + self.length + 1],
+        }

@@ -1,16 +1,21 @@
 """The single-device training graph as plain data: what `capture` hands on and everything else reads.
 
-In: nodes and leaves. Out: `Graph`, which prints and checks itself (`graphparse` reads it back). One line per node:
+In: nodes and leaves. Out: `Graph`, which prints and checks itself (`graph_text` reads it back). One line per node:
 
     %h: ∂f32[4, 8, 16] = aten.embedding.default(%wte, %tokens)  ; saves %tokens  ; at "gpt.py":41 "GPT.forward"
 
 `∂` marks a value with a gradient. After the call follow, where there is something to say, its context (`autocast`,
 `no_grad`, `recompute`), what its backward pass keeps, and its line in the user's model.
+
+Activation checkpointing: a region keeps what it takes from outside, and nothing of what its nodes save. Its backward
+pass first runs all of it forward again (`reruns`). Parameters that are gathered in a region are gathered once more for
+that, and stay until the region has run backward; nothing else that a region sends forward is spared (`retaken`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -368,3 +373,27 @@ def print_graph(graph: Graph, *, sources: bool = True) -> str:
     lines += [print_node(node, sources=sources) for node in graph.nodes]
     lines += [f"update {print_arg(buffer)} = %{value}" for buffer, value in graph.updates]
     return "\n".join([*lines, f"return %{graph.loss}"]) + "\n"
+
+
+def reruns(graph: Graph) -> dict[str, tuple[int, ...]]:
+    """Every node that runs again, by name, with the operands that come from outside its region, parameters apart.
+
+    A region without a gradient has no backward pass, and is none.
+    """
+    parameters = {leaf.value.name for leaf in graph.parameters}
+    found: dict[str, tuple[int, ...]] = {}
+    for number, region in itertools.groupby(graph.nodes, key=lambda node: node.context.recompute):
+        nodes = list(region)
+        if not number or not any(value.grad for node in nodes for value in node.results):
+            continue
+        inside = set(parameters)
+        for node in nodes:
+            found[node.name] = tuple(k for k, name in enumerate(node.operands) if name not in inside)
+            inside.update(value.name for value in node.results)
+    return found
+
+
+def retaken(graph: Graph) -> frozenset[str]:
+    """What is taken again: if it is converted for that, then twice."""
+    again = reruns(graph)
+    return frozenset(name for node in graph.nodes if node.name in again for name in node.operands)

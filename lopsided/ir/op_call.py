@@ -3,12 +3,16 @@
 In: a `Node`, tensors for its operands. Out: what the op returns. Ops come from torch's `aten` by name, or from `OWN`:
 functional forms of ops that torch only has with side effects. A graph may come from a stranger, so only ops that turn
 tensors into tensors are called: not those that write, and not those that open files.
+
+`in_float64` is the same graph with every floating number wide, also where the model casts to less: rounding must not
+hide mistakes, and must not look like one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lopsided.errors import GraphError
-from lopsided.ir.graph import Arg, Atom, Context, Node, Ref
+from lopsided.ir.graph import Arg, Atom, Context, Graph, Node, Ref, Value
 
 
 def batch_norm(
@@ -150,3 +154,45 @@ def surroundings(context: Context) -> Iterator[None]:
             under = None if dtype == "off" else Atom("dtype", dtype).resolve()
             stack.enter_context(torch.autocast(device, dtype=under, enabled=under is not None))  # type: ignore[arg-type]
         yield
+
+
+TOLERANCE = 1e-9
+"""How far, relatively, a distributed program may be from one device in float64."""
+
+_WIDE = {"f32": "f64", "f16": "f64", "bf16": "f64", "c64": "c128"}
+
+
+def widen_value(value: Value) -> Value:
+    return replace(value, dtype=_WIDE.get(value.dtype, value.dtype))
+
+
+def widen_node(node: Node) -> Node:
+    """The node on wide numbers; autocast, which would narrow them again, is off."""
+    return replace(
+        node,
+        args=tuple(_widen(arg) for arg in node.args),
+        kwargs=_with_dtype(node, tuple((key, _widen(arg)) for key, arg in node.kwargs)),
+        results=tuple(map(widen_value, node.results)),
+        context=replace(node.context, autocast=""),
+    )
+
+
+def in_float64(graph: Graph) -> Graph:
+    leaves = tuple(replace(leaf, value=widen_value(leaf.value)) for leaf in graph.leaves)
+    return Graph(leaves, tuple(map(widen_node, graph.nodes)), graph.loss, graph.updates)
+
+
+def _widen(arg: Arg) -> Arg:
+    if isinstance(arg, tuple):
+        return tuple(_widen(part) for part in arg)
+    return Atom("dtype", _WIDE.get(arg.name, arg.name)) if isinstance(arg, Atom) and arg.kind == "dtype" else arg
+
+
+def _with_dtype(node: Node, kwargs: tuple[tuple[str, Arg], ...]) -> tuple[tuple[str, Arg], ...]:
+    """`torch.zeros(3)` makes float32 unless told otherwise."""
+    overload = aten_overload(node.op)
+    takes = overload is not None and any(argument.name == "dtype" for argument in overload._schema.arguments)
+    told = any(key == "dtype" and arg for key, arg in kwargs)
+    if node.operands or not takes or told or node.results[0].dtype != "f32":
+        return kwargs
+    return (*((key, arg) for key, arg in kwargs if key != "dtype"), ("dtype", Atom("dtype", "f64")))

@@ -1,7 +1,7 @@
 """A distributed program: an ordered list of rules with the conversions between them. Prints, parses back, is checked.
 
-In: a `Graph` and choices. Out: `Program`. One line per leaf and node; an operand shows the placement it is taken in
-and, after arrows, what it is converted to:
+In: a `Graph`, all that its programs may be made of (`RuleBook`), and choices. Out: `Program`. One line per leaf and
+node; an operand shows the placement it is taken in and, after arrows, what it is converted to:
 
     %w = parameter "mlp.weight" : S0
     %h = aten.linear.default(%x: S0, %w: S0→R) : S0
@@ -21,7 +21,6 @@ from lopsided.errors import ProgramError
 from lopsided.ir.graph import Graph, Leaf, Node, Value
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement, parse_placement
-from lopsided.ir.rule_book import RuleBook
 
 Chain = tuple[Placement, ...]  # from a fact that exists, through conversions, to what is needed
 
@@ -326,3 +325,21 @@ def one_device(graph: Graph) -> Program:
         steps.append(Step(node, rule, ((I,),) * len(node.operands)))
     leaves = tuple((leaf.value.name, I) for leaf in graph.leaves)
     return Program(graph, leaves, tuple(steps), (I,), ((I,),) * len(graph.updates))
+
+
+@dataclass(frozen=True)
+class RuleBook:
+    """All that a program may be made of."""
+
+    graph: Graph
+    rules: Mapping[str, tuple[Rule, ...]]  # by node name
+    leaves: Mapping[str, tuple[Placement, ...]]  # by leaf name
+    by_experiment: tuple[Node, ...]  # nodes whose op nobody has described
+    exact: bool = True
+
+    @property
+    def only_whole(self) -> tuple[Node, ...]:
+        """Nodes found by experiment to run only whole: those that a line in the table might help."""
+        return tuple(
+            node for node in self.by_experiment if all(p.is_whole for rule in self.rules[node.name] for p in rule.gives)
+        )

@@ -20,7 +20,7 @@ from lopsided.errors import NotationError
 from lopsided.ir.graph import Graph, Leaf, Node, signature
 from lopsided.ir.notation import PLAIN, Bound, Rule, Variant, Where, bind, derive, parse_line
 from lopsided.ir.placement import I, Placement, R, S
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import RuleBook
 from lopsided.ops import describe
 from lopsided.ops.experiment import rules_by_experiment
 from lopsided.ops.op import Call, Talk

@@ -23,10 +23,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lopsided.ir.dtypes import TOLERANCE, widen_node, widen_value
 from lopsided.ir.graph import DTYPE_NAMES, Arg, Ref, Value, signature
 from lopsided.ir.notation import Rule
-from lopsided.ir.op_call import call_op
+from lopsided.ir.op_call import TOLERANCE, call_op, widen_node, widen_value
 from lopsided.ir.placement import I, P, Placement, R, S
 from lopsided.ops.op import Call
 from lopsided.ops.trial import random_operands, try_rule

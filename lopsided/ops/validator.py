@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from lopsided.errors import RuleError
-from lopsided.ir.dtypes import TOLERANCE
 from lopsided.ir.graph import DTYPE_NAMES, Arg, Atom, Node, Ref, Value
 from lopsided.ir.notation import PLAIN, Rule, Variant
-from lopsided.ir.op_call import resolve_op
+from lopsided.ir.op_call import TOLERANCE, resolve_op
 from lopsided.ops import (
     TABLE,
     attention,

@@ -37,7 +37,7 @@ from lopsided.cluster.devices import Kind, Link
 from lopsided.errors import InputError
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, R
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import RuleBook
 
 SFB, INVARIANT, COLLECTIVES, STATE_SHARES = "sfb", "invariant", "collectives", "state-shares"
 SEGMENTS, OVERLAP, DEVICES, MEASURED_COST = "segments", "overlap", "devices", "measured-cost"

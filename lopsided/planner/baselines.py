@@ -20,8 +20,7 @@ from collections.abc import Collection
 from lopsided.ir.graph import Graph, Leaf, Node
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement, S
-from lopsided.ir.program import Chain, Program, Step
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Chain, Program, RuleBook, Step
 from lopsided.planner.search.copies import Prices
 
 STATE = "state"

@@ -12,7 +12,7 @@ from lopsided.errors import InputError, ProgramError
 from lopsided.ir.graph import Leaf, Node
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement, parse_placement
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import RuleBook
 from lopsided.planner.baselines import STATE, stored_so
 from lopsided.planner.candidates import Limits
 

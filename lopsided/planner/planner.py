@@ -20,14 +20,12 @@ from torch import nn
 from lopsided.capturing.call import LossFn
 from lopsided.capturing.capture_graph import capture
 from lopsided.capturing.retype import in_dtype
-from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster import FEW_KINDS, Cluster, parts
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.cluster.subclusters import FEW_KINDS, parts
 from lopsided.errors import InputError, PlanError
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Shares
-from lopsided.ir.program import Program, check_program, parse_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, check_program, parse_program
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.ablation import ADDITIONS, DEVICES, SEGMENTS, Belief, additions_named, beliefs, fewer_rules
 from lopsided.planner.candidates import BETTER, Candidate, Limits, memory_limits

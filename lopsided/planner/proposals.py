@@ -21,15 +21,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.cluster import FEW_KINDS, Cluster, single_devices
 from lopsided.cluster.devices import Kind, Link
-from lopsided.cluster.subclusters import FEW_KINDS, single_devices
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph, Node
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Shares
-from lopsided.ir.program import Program, Step, one_device
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, Step, one_device
 from lopsided.planner.ablation import OVERLAP, SEGMENTS, STATE_SHARES
 from lopsided.planner.balance import balance
 from lopsided.planner.baselines import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut

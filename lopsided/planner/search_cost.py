@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lopsided.ir.graph import Leaf, Node, Value
+from lopsided.ir.graph import Leaf, Node, Value, retaken
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import Placement
-from lopsided.ir.recompute import retaken
 from lopsided.schedule.cost import Costs, Scale, Transfer, conversion, cut_of, transfer_s
 from lopsided.schedule.memory import Holding, saved_by, stored
 from lopsided.schedule.schedule import BUCKET_BYTES

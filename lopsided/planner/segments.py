@@ -21,8 +21,7 @@ from lopsided.errors import InputError
 from lopsided.ir.graph import Node, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import Placement
-from lopsided.ir.program import Chain, Program, Step
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Chain, Program, RuleBook, Step
 
 MOST_SEGMENTS = 6
 _Fact = tuple[str, Placement]

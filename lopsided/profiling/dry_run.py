@@ -1,8 +1,8 @@
 """Dry runs: whole steps on random leaves, and what they tell of calls that were measured one by one.
 
-In: a program with its cluster and shares (`Play`), and a wire, or nobody to talk with. Out: seconds of a pass there and
-back, of one device over a network that answers at once (`alone_s`), or of all together (`together_s`). Nothing of a
-model is needed but its graph, and nothing of it is changed.
+In: a program with its cluster and shares (`Play`), and a communicator, or nobody to talk with. Out: seconds of a pass
+there and back, of one device over a network that answers at once (`alone_s`), or of all together (`together_s`).
+Nothing of a model is needed but its graph, and nothing of it is changed.
 
 Profiling makes three of them of a graph and a cluster whose calls are measured (`agreed`). One by one and again and
 again, a call finds its operands in a cache and its memory at hand; in a step it comes after all the others. So data
@@ -34,7 +34,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link
 from lopsided.comm.communicator import Communicator
-from lopsided.comm.echo import LoneCommunicator
+from lopsided.comm.in_process import LoneCommunicator
 from lopsided.comm.redistribute import Redistributor
 from lopsided.errors import LopsidedError
 from lopsided.executor.executor import Executor
@@ -42,8 +42,7 @@ from lopsided.executor.gradients import Gradients
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of
-from lopsided.ir.program import Program, one_device
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, one_device
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.op import Call
 from lopsided.planner.baselines import STATE, data_parallel, stored_cut
@@ -88,7 +87,7 @@ def alone_s(
     times: list[float] = []
     try:
         with _training():
-            step = stepper(play, cast(Communicator, LoneCommunicator(rank, play.cluster.devices)), device)
+            step = stepper(play, LoneCommunicator(rank, play.cluster.devices), device)
             step()
             until = time.perf_counter() + lasting_s
             while len(times) < fewest or time.perf_counter() < until:
@@ -100,15 +99,15 @@ def alone_s(
     return statistics.median(times)
 
 
-def together_s(play: Play, wire: Communicator | None, council: ControlGroup, device: torch.device) -> float:
+def together_s(play: Play, communicator: Communicator | None, council: ControlGroup, device: torch.device) -> float:
     """The median of a few steps until the last rank was done, everyone sending what there is to send.
 
     To be called by all ranks, once all know that it runs: one that gives up would leave the others waiting. Who has no
-    wire has no part in it and looks on.
+    communicator has no part in it and looks on.
     """
     times: list[float] = []
     with _training():
-        step = stepper(play, wire, device) if wire is not None else lambda: None
+        step = stepper(play, communicator, device) if communicator is not None else lambda: None
         step()
         for _ in range(FEWEST):
             council.gather()
@@ -125,19 +124,19 @@ def _training() -> Iterator[None]:
         yield
 
 
-def stepper(play: Play, wire: Communicator, device: torch.device) -> Callable[[], None]:
+def stepper(play: Play, communicator: Communicator, device: torch.device) -> Callable[[], None]:
     """A pass there and back."""
     program, shares = play.program, play.shares
-    exchange = Redistributor(wire, shares, Network(play.cluster))
+    exchange = Redistributor(communicator, shares, Network(play.cluster))
     gradients = Gradients(exchange)
     placed = dict(program.leaves)
     leaves = {
-        leaf.value.name: _leaf(leaf, program.graph, placed[leaf.value.name], shares, wire.rank, device)
+        leaf.value.name: _leaf(leaf, program.graph, placed[leaf.value.name], shares, communicator.rank, device)
         for leaf in program.graph.leaves
     }
     parameters = {leaf.target: cast(nn.Parameter, leaves[leaf.value.name]) for leaf in program.graph.parameters}
     schedule = lower(program, Decisions(play.bucket_bytes, regather=play.regather))
-    steps = Executor(schedule, exchange, gradients, RankRandomness(0, wire.rank, device), parameters, device)
+    steps = Executor(schedule, exchange, gradients, RankRandomness(0, communicator.rank, device), parameters, device)
 
     def step() -> None:
         for parameter in parameters.values():
@@ -181,7 +180,7 @@ def _below(name: str, graph: Graph) -> int:
 
 # What to run
 
-# A step is rehearsed only where memory has 1.2 times what it is predicted to hold: allocators leave gaps.
+# A dry run is made only where memory has 1.2 times what it is predicted to hold: allocators leave gaps.
 _ROOM = 1.2
 _SMALLER = (1, 2, 4)
 """As if there were so many times as many devices, where a piece of the batch is too large for the memory."""
@@ -194,7 +193,7 @@ _BITS, _LEAST_BYTES = 8, 2**18
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class DryRun:
     """Data parallelism on a cluster, with shares by speed; in time as it is, and as if nothing lay around calls."""
 
     book: RuleBook
@@ -218,8 +217,8 @@ class Rehearsal:
         return self.cluster.kinds[self.number_of(rank)]
 
 
-def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | None:
-    """What to rehearse; None where it does not fit into memory or time, or was hardly measured, and then for everyone.
+def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> DryRun | None:
+    """What to run dry; None where it does not fit into memory or time, or was hardly measured, and then for everyone.
 
     Decided by what all devices know of each other.
     """
@@ -241,17 +240,17 @@ def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> Rehearsal | Non
     return None
 
 
-def prepared_alone(rehearsal: Rehearsal, rank: int, budget_s: float) -> Rehearsal | None:
+def prepared_alone(dry: DryRun, rank: int, budget_s: float) -> DryRun | None:
     """The whole batch on this device by itself; None where that does not fit into memory or time, or is the same."""
-    if rehearsal.cluster.devices == 1:
+    if dry.cluster.devices == 1:
         return None
-    kind = rehearsal.kind_of(rank)
-    alone = replace(rehearsal.cluster, kinds=(replace(kind, nodes=1, count=1),))
-    found = _laid_out(rehearsal.book, alone)
+    kind = dry.kind_of(rank)
+    alone = replace(dry.cluster, kinds=(replace(kind, nodes=1, count=1),))
+    found = _laid_out(dry.book, alone)
     return found if found is not None and _fits(found) and _in_time([expected_calls(found, 0)], budget_s) else None
 
 
-def _laid_out(book: RuleBook, cluster: Cluster) -> Rehearsal | None:
+def _laid_out(book: RuleBook, cluster: Cluster) -> DryRun | None:
     """Data parallelism with shares by speed, or one device alone, where nobody knows of links."""
     graph = book.graph
     cluster = replace(cluster, within=_SLOW, between=_SLOW, collectives=(), pairs=())
@@ -269,13 +268,13 @@ def _laid_out(book: RuleBook, cluster: Cluster) -> Rehearsal | None:
     except LopsidedError:
         return None
     schedule = lower(program)
-    return Rehearsal(book, program, cluster, shares, price(schedule, costs), price(schedule, bare))
+    return DryRun(book, program, cluster, shares, price(schedule, costs), price(schedule, bare))
 
 
-def _fits(rehearsal: Rehearsal) -> bool:
-    cluster = rehearsal.cluster
-    what = holdings(rehearsal.priced.schedule, optimizer_named("sgd"), devices=cluster.devices)
-    held = bytes_per_kind(what, Scale(cluster, rehearsal.shares))
+def _fits(dry: DryRun) -> bool:
+    cluster = dry.cluster
+    what = holdings(dry.priced.schedule, optimizer_named("sgd"), devices=cluster.devices)
+    held = bytes_per_kind(what, Scale(cluster, dry.shares))
     return all(_ROOM * size <= kind.memory_bytes for size, kind in zip(held, cluster.kinds, strict=True))
 
 
@@ -283,71 +282,71 @@ def _in_time(everyone: Sequence[Expected], budget_s: float) -> bool:
     return (FEWEST + 1) * max(one.all_s for one in everyone) < budget_s
 
 
-def _has_some(rehearsal: Rehearsal, rank: int) -> bool:
+def _has_some(dry: DryRun, rank: int) -> bool:
     """With an empty piece of the batch there is no step to speak of."""
-    graph, placed = rehearsal.program.graph, dict(rehearsal.program.leaves)
+    graph, placed = dry.program.graph, dict(dry.program.leaves)
     shards = [(placed[leaf.value.name], leaf.value.shape) for leaf in graph.leaves if placed[leaf.value.name].is_shard]
-    return all(pieces_of(placement, shape, rehearsal.shares)[rank] for placement, shape in shards)
+    return all(pieces_of(placement, shape, dry.shares)[rank] for placement, shape in shards)
 
 
 # All together
 
 
-def prepared_hiding(rehearsal: Rehearsal, cluster: Cluster, budget_s: float) -> Rehearsal | None:
+def prepared_hiding(dry: DryRun, cluster: Cluster, budget_s: float) -> DryRun | None:
     """The same with every parameter stored cut in equal pieces, and sent a bit at a time: nearly all of it behind
     computing.
 
     None where there is no time for it, or no room for pieces of the batch. `cluster` is the one with its links.
     """
-    if rehearsal.smaller > 1:
+    if dry.smaller > 1:
         return None
-    size = sum(leaf.value.bytes for leaf in rehearsal.program.graph.parameters)
+    size = sum(leaf.value.bytes for leaf in dry.program.graph.parameters)
     bit = min(max(size // _BITS, _LEAST_BYTES), BUCKET_BYTES)
     equal = (1 / cluster.devices,) * cluster.devices
-    program, shares = stored_cut(rehearsal.program), Shares(rehearsal.shares.work, named=((STATE, equal),))
-    hiding = replace(rehearsal, program=program, cluster=cluster, shares=shares, bucket_bytes=bit)
+    program, shares = stored_cut(dry.program), Shares(dry.shares.work, named=((STATE, equal),))
+    hiding = replace(dry, program=program, cluster=cluster, shares=shares, bucket_bytes=bit)
     # Once alone, to see that it runs, and once together.
     return hiding if 2 * (FEWEST + 1) * predicted_s(hiding, 1.0) < budget_s else None
 
 
-def packing_of(rehearsal: Rehearsal, step_s: float) -> float:
+def packing_of(dry: DryRun, step_s: float) -> float:
     """How many times as long as reading and writing once packing must take for a pass to take so long."""
     low, high = 0.0, math.log(_MOST_PACKING)
-    if predicted_s(rehearsal, 1.0) >= step_s:
+    if predicted_s(dry, 1.0) >= step_s:
         return 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if predicted_s(rehearsal, math.exp(middle)) < step_s:
+        if predicted_s(dry, math.exp(middle)) < step_s:
             low = middle
         else:
             high = middle
     return math.exp((low + high) / 2)
 
 
-def predicted_s(rehearsal: Rehearsal, packing: float) -> float:
+def predicted_s(dry: DryRun, packing: float) -> float:
     """Of a pass there and back."""
-    cluster = replace(rehearsal.cluster, packing=packing)
-    costs = Costs(rehearsal.program.graph, cluster, optimizer_named("sgd"))
-    schedule = lower(rehearsal.program, Decisions(rehearsal.bucket_bytes))
-    told = run(price(schedule, costs), costs.network, Scale(cluster, rehearsal.shares))
+    cluster = replace(dry.cluster, packing=packing)
+    costs = Costs(dry.program.graph, cluster, optimizer_named("sgd"))
+    schedule = lower(dry.program, Decisions(dry.bucket_bytes))
+    told = run(price(schedule, costs), costs.network, Scale(cluster, dry.shares))
     return told.forward_s + told.backward_s
 
 
 # Looks at it
 
-# The part of the profiling budget that rehearsed steps are given, and the most that they may take of it.
+# The part of the profiling budget that dry runs are given, and the most that they may take of it.
 REHEARSAL_PART, _AT_MOST = 0.10, 0.25
 # The most, in parts of the budget, that the step of all ranks together may take on top of it.
 _HIDING_PART = 0.35
-# How often each rehearsed step is timed before links are measured, and how often after that.
+# How often each dry run is timed before links are measured, and how often after that.
 LOOKS_BEFORE, LOOKS_AFTER = 2, 1
 _LOOKS = LOOKS_BEFORE + LOOKS_AFTER
 # A timing of more than 1.1 times the shortest one is left out of the mean: something else used the chip.
 _DISTURBED = 1.1
 
 
-def agreed(graph: Graph, cluster: Cluster, council: ControlGroup, budget_s: float) -> Rehearsal | None:
-    """The step to rehearse; it is for all or for none."""
+def agreed(graph: Graph, cluster: Cluster, council: ControlGroup, budget_s: float) -> DryRun | None:
+    """The dry run to make; it is for all or for none."""
     return _for_all(council, prepared(graph, cluster, _AT_MOST * budget_s))
 
 
@@ -365,13 +364,11 @@ class StepTimings:
     """Seconds of this rank's part of a step, and of a whole one by itself, taken again after some time: in the busy
     moment of a machine that others use, all calls together look slower than they are. All ranks do all of it."""
 
-    def __init__(
-        self, rehearsal: Rehearsal, device: torch.device, council: ControlGroup, got: float, budget_s: float
-    ) -> None:
+    def __init__(self, dry: DryRun, device: torch.device, council: ControlGroup, got: float, budget_s: float) -> None:
         """`got` is the part of the time that this one's process runs."""
         self._device, self._council, self._got = device, council, got
-        self._seat = council.rank * rehearsal.smaller
-        self._share, self._all = rehearsal, prepared_alone(rehearsal, self._seat, _AT_MOST * budget_s)
+        self._seat = council.rank * dry.smaller
+        self._share, self._all = dry, prepared_alone(dry, self._seat, _AT_MOST * budget_s)
         self._lasting_s = REHEARSAL_PART * budget_s / 2 / _LOOKS
         self._load = BackgroundLoad(device)
         self._looks: list[tuple[float, float]] = []
@@ -380,7 +377,7 @@ class StepTimings:
         for _ in range(count):
             self._looks.append((self._seconds(self._share, self._seat), self._seconds(self._all, 0)))
 
-    def _seconds(self, what: Rehearsal | None, seat: int) -> float:
+    def _seconds(self, what: DryRun | None, seat: int) -> float:
         watch = Stopwatch(self._device)
         self._council.meet(self._load)
         taken = None if what is None else alone_s(what.play, seat, self._device, self._lasting_s, watch.now)
@@ -407,7 +404,7 @@ class StepTimings:
 
 
 def _with_others_at_rest(
-    what: Rehearsal | None, device: torch.device, council: ControlGroup, seats: Sequence[RankHost], lasting_s: float
+    what: DryRun | None, device: torch.device, council: ControlGroup, seats: Sequence[RankHost], lasting_s: float
 ) -> float:
     """Seconds of a step while the others of this rank's GPU wait for their turn; 0 where it was not run.
 
@@ -431,18 +428,18 @@ def _undisturbed_mean(seconds: Sequence[float]) -> float:
     return statistics.fmean(s for s in seconds if s <= _DISTURBED * min(seconds))
 
 
-def packing(rehearsal: Rehearsal, cluster: Cluster, world: Topology) -> float:
+def packing(dry: DryRun, cluster: Cluster, world: Topology) -> float:
     """What gathering and scattering parameters costs beside sending them, by a whole step if there is time for one."""
     council, device, rank = world.council, world.device, world.council.rank
-    hiding = _for_all(council, prepared_hiding(rehearsal, cluster, _HIDING_PART * world.budget_s))
+    hiding = _for_all(council, prepared_hiding(dry, cluster, _HIDING_PART * world.budget_s))
     if hiding is None:
         return 1.0
     runs = alone_s(hiding.play, rank, device, 0.0, time.perf_counter) is not None
     if not all(council.hear(runs)):
         return 1.0
-    return packing_of(hiding, together_s(hiding.play, world.talkers(cluster).wire, council, device))
+    return packing_of(hiding, together_s(hiding.play, world.talkers(cluster).communicator, council, device))
 
 
-def _for_all(council: ControlGroup, rehearsal: Rehearsal | None) -> Rehearsal | None:
+def _for_all(council: ControlGroup, dry: DryRun | None) -> DryRun | None:
     """It is for all or for none."""
-    return rehearsal if all(council.hear(rehearsal is not None)) else None
+    return dry if all(council.hear(dry is not None)) else None

@@ -189,7 +189,7 @@ def _noise_of_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], noi
 class Talkers:
     """Who talks over what, how they agree, and what they send."""
 
-    wire: Communicator
+    communicator: Communicator
     council: ControlGroup
     load: BackgroundLoad
     device: torch.device
@@ -230,7 +230,7 @@ def fit_ways(
     or a socket's buffers at once says little about what does not fit into them. `step` is called after each way in each
     turn.
     """
-    n = talkers.wire.size
+    n = talkers.communicator.size
     every: list[list[_Series]] = []
     for collective, way in ways:
         same = [_Series(collective, way, (1 / n,) * n, _SIZES)]
@@ -303,22 +303,22 @@ def _seconds(talk: Callable[[], Tensor], talkers: Talkers) -> float:
 
 def _talk(series: _Series, talkers: Talkers, size: int) -> tuple[Callable[[], Tensor], int]:
     """The collective, and how many bytes the whole has."""
-    wire, dtype, device, way = talkers.wire, talkers.dtype, talkers.device, series.way
+    communicator, dtype, device, way = talkers.communicator, talkers.dtype, talkers.device, series.way
     counts = [max(int(share * size / dtype.itemsize), 1) for share in series.shares]
-    total, me = sum(counts), wire.rank
+    total, me = sum(counts), communicator.rank
     if series.collective == "all_to_all":
         # From every piece by rows to every piece by columns.
         parts = [[max(count * other // total, 1) for other in counts] for count in counts]
         give, take = parts[me], [row[me] for row in parts]
         send = torch.zeros(sum(give), dtype=dtype, device=device)
-        talk = lambda: wire.all_to_all(send, give, take, what="measuring").wait()  # noqa: E731
+        talk = lambda: communicator.all_to_all(send, give, take, what="measuring").wait()  # noqa: E731
         return talk, sum(map(sum, parts)) * dtype.itemsize
     whole = torch.zeros(total, dtype=dtype, device=device)
     piece = torch.zeros(counts[me], dtype=dtype, device=device)
     talks: dict[str, Callable[[], Tensor]] = {
-        "all_gather": lambda: wire.all_gather(piece, counts, what="measuring", way=way).wait(),
-        "reduce_scatter": lambda: wire.reduce_scatter(whole, counts, what="measuring", way=way).wait(),
-        "all_reduce": lambda: wire.all_reduce(whole, what="measuring", way=way).wait(),
+        "all_gather": lambda: communicator.all_gather(piece, counts, what="measuring", algorithm=way).wait(),
+        "reduce_scatter": lambda: communicator.reduce_scatter(whole, counts, what="measuring", algorithm=way).wait(),
+        "all_reduce": lambda: communicator.all_reduce(whole, what="measuring", algorithm=way).wait(),
     }
     return talks[series.collective], total * dtype.itemsize
 
@@ -354,18 +354,18 @@ def unlike_pairs(talkers: Talkers, nodes: Sequence[str], usual: Link) -> tuple[L
 
 
 def _between(talkers: Talkers, one: int, other: int) -> Link:
-    wire, council = talkers.wire, talkers.council
+    communicator, council = talkers.communicator, talkers.council
     points = []
     for size in _PAIR_SIZES:
         count = size // talkers.dtype.itemsize
         peers = {one: other, other: one}
-        counts = [count if peers.get(wire.rank) == rank else 0 for rank in range(wire.size)]
+        counts = [count if peers.get(communicator.rank) == rank else 0 for rank in range(communicator.size)]
         send = torch.zeros(sum(counts), dtype=talkers.dtype, device=talkers.device)
         times = []
         for _ in range(_PAIR_LOOKS + 1):
             council.gather()
             started = time.perf_counter()
-            wire.all_to_all(send, counts, counts, what="measuring").wait()
+            communicator.all_to_all(send, counts, counts, what="measuring").wait()
             wait_for(talkers.device)
             # Only the two know: the others had nothing to wait for.
             times.append(council.slowest(time.perf_counter() - started))

@@ -131,7 +131,7 @@ class Measurement:
     comm_slowdown: float = 1.0
     covered: float = 0.0  # part of a step's estimated seconds whose calls were measured
     noticed: tuple[Notice, ...] = ()
-    rehearsed: tuple[float, ...] = ()  # of each rank: a step's calls over the same one by one; none if not rehearsed
+    rehearsed: tuple[float, ...] = ()  # of each rank: a step's calls over the same one by one; none without a dry run
 
     @property
     def op_noise(self) -> float:
@@ -181,17 +181,17 @@ def take_measurement(
         ranks = len(seats)
         kinds = kinds_of(seats, devices.found, devices.jobs, [0.0] * ranks, devices.overheads)
         cluster = Cluster("measured", _about(seats, budget_s, group), kinds, _UNKNOWN, _UNKNOWN)
-        rehearsing = len(graphs) == 1
-        rehearsal = agreed(graphs[0], cluster, council, budget_s) if rehearsing else None
+        is_run_dry = len(graphs) == 1
+        dry = agreed(graphs[0], cluster, council, budget_s) if is_run_dry else None
         got = devices.calm[council.rank].got
-        looks = None if rehearsal is None else StepTimings(rehearsal, device, council, got, budget_s)
+        looks = None if dry is None else StepTimings(dry, device, council, got, budget_s)
         if looks is not None:
             looks.take(LOOKS_BEFORE)
         fits: tuple[Fit, ...] = ()
         slowdowns: tuple[float, ...] = (0.0,) * ranks
         world: Topology | None = None
         if ranks > 1:
-            left = iter(range(parts - link_parts(ranks) - rehearsing + 1, parts + 1))
+            left = iter(range(parts - link_parts(ranks) - is_run_dry + 1, parts + 1))
             world = Topology(group_to_talk(group, seats), council, device, *sent(graphs), budget_s)
             speeds = paces(seats, devices.found, devices.jobs)
             cluster, fits, slowdowns = with_links(cluster, world, seats, speeds, lambda: progress(next(left), parts))
@@ -203,9 +203,9 @@ def take_measurement(
         contentions = _contentions(graphs, device, council, devices, steps, _CONTENTION_PART * budget_s)
         kinds = kinds_of(seats, devices.found, devices.jobs, slowdowns, devices.overheads, contentions)
         cluster = replace(cluster, kinds=kinds)
-        if rehearsal is not None and steps.observed and world is not None:
-            cluster = replace(cluster, packing=packing(rehearsal, cluster, world))
-        if rehearsing:
+        if dry is not None and steps.observed and world is not None:
+            cluster = replace(cluster, packing=packing(dry, cluster, world))
+        if is_run_dry:
             progress(parts, parts)
         lines = tuple(_lines(cluster, devices))
         measurement = Measurement(
@@ -268,7 +268,7 @@ def _measure_devices(
     room = min(memory_of(seat, seats) for seat in seats)
     # Alone there is nothing to send, and more time to compute.
     part = _OPS_PART + (LINKS_PART + BESIDE_PART if len(seats) == 1 else 0.0)
-    # Of several graphs none is rehearsed.
+    # Of several graphs none is run dry.
     ops_s = (part + (REHEARSAL_PART if len(graphs) != 1 else 0.0)) * budget_s
     probed = _slowest_of_each(council, probe_calls(graphs, device, len(seats), room, _PROBE_PART * budget_s))
     shortest_s = SHORTEST_ON_GPU_S if all(seat.gpu for seat in seats) else SHORTEST_S

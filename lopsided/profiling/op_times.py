@@ -7,7 +7,7 @@ the speeds of all devices, so that every process comes to the same list.
 Operands are drawn at random, in the layout they have in the graph. A sample is the mean over a batch of runs.
 
 Calls on a GPU are timed by its own clock while it has enough to do: in a step the host runs ahead, and what it takes to
-tell the device of a view or of a small kernel is not waited for. Where it is, a rehearsed step tells.
+tell the device of a view or of a small kernel is not waited for. Where it is, a dry run tells.
 """
 
 from __future__ import annotations

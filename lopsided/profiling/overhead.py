@@ -18,7 +18,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.coefficients import KIND, coefficient
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link
-from lopsided.comm.communicator import Communicator
-from lopsided.comm.echo import LoneCommunicator
+from lopsided.comm.in_process import LoneCommunicator
 from lopsided.comm.redistribute import Redistributor
 from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
@@ -69,7 +67,7 @@ def measure_overhead(device: torch.device, lasting_s: float, now: Callable[[], f
     graph = capture(model, {"x": x})
     prices = SharePrices(Costs(graph, cluster, optimizer_named("sgd")), Scale(cluster, shares))
     program = data_parallel(derive_rules(graph), prices)
-    exchange = Redistributor(cast(Communicator, LoneCommunicator()), shares, Network(cluster))
+    exchange = Redistributor(LoneCommunicator(), shares, Network(cluster))
     parameters = {name: nn.Parameter(p.detach().to(device)) for name, p in model.named_parameters()}
     gradients = Gradients(exchange)
     schedule = lower(program)

@@ -1,6 +1,6 @@
 """What work at the same time costs: computing beside sending, and processes beside others on one chip.
 
-In: talkers and how much to send; what all ranks are, and what they found when all measured at once. Out: `Beside`: the
+In: talkers and how much to send; what all ranks are, and what they found when all measured at once. Out: `Overlap`: the
 compute slowdown of this rank, and the comm slowdown of what is sent; and the contention of every rank, the same on all
 of them.
 
@@ -53,23 +53,23 @@ _IN_A_ROW = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class Overlap:
     """The `compute_slowdown` of this rank, and the `comm_slowdown`, which is the same on all ranks."""
 
     compute_slowdown: float
     comm_slowdown: float
 
 
-def measure_beside(talkers: Talkers, size_bytes: int, budget_s: float) -> Beside:
+def measure_overlap(talkers: Talkers, size_bytes: int, budget_s: float) -> Overlap:
     """All ranks call this. Rounds of both take turns, so that a busy moment falls on either."""
-    council, wire, load = talkers.council, talkers.wire, talkers.load
+    council, communicator, load = talkers.council, talkers.communicator, talkers.load
     length = max(size_bytes // talkers.dtype.itemsize, 1)
     flats = [torch.zeros(length, dtype=talkers.dtype, device=talkers.device) for _ in range(_IN_A_ROW)]
 
     def begin(how_many: int) -> list[Handle]:
         load()
         council.gather()
-        return [wire.all_reduce(flat, what="measuring", way="ring") for flat in flats[:how_many]]
+        return [communicator.all_reduce(flat, what="measuring", algorithm="ring") for flat in flats[:how_many]]
 
     once = council.slowest(_alone(begin(1)[0], talkers.device))
     rounds = min(max(int(budget_s / ((3 + _IN_A_ROW) * once + 0.01)), _FEWEST), _MOST)
@@ -80,7 +80,7 @@ def measure_beside(talkers: Talkers, size_bytes: int, budget_s: float) -> Beside
         took, lost = _while_computing(begin(_IN_A_ROW), talkers, block_s)
         lost_parts.append(lost)
         beside.append(council.mean([took])[0] / _IN_A_ROW)
-    return Beside(
+    return Overlap(
         coefficient(KIND, "compute_slowdown").clamp(typical(lost_parts)),
         coefficient(CLUSTER, "comm_slowdown").clamp(typical(beside) / typical(alone)),
     )

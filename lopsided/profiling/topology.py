@@ -25,7 +25,7 @@ from lopsided.profiling.kinds import RankHost, chip_of, node_names, seat_of
 from lopsided.profiling.links import MOST_NODES, TURNS, WAYS, ControlGroup, Fit, Talkers, fit_ways, unlike_pairs
 from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.op_times import Speeds
-from lopsided.profiling.overlap import LARGEST_BYTES, SMALLEST_BYTES, Beside, measure_beside
+from lopsided.profiling.overlap import LARGEST_BYTES, SMALLEST_BYTES, Overlap, measure_overlap
 from lopsided.schedule.schedule import BUCKET_BYTES
 
 # Parts of the budget: for computing beside sending, and for collectives.
@@ -99,8 +99,8 @@ class Topology:
     budget_s: float
 
     def talkers(self, cluster: Cluster) -> Talkers:
-        wire = Communicator(self.group, self.device, Network(cluster))
-        return Talkers(wire, self.council, BackgroundLoad(self.device), self.device, self.dtype)
+        communicator = Communicator(self.group, self.device, Network(cluster))
+        return Talkers(communicator, self.council, BackgroundLoad(self.device), self.device, self.dtype)
 
 
 def link_parts(ranks: int) -> int:
@@ -136,8 +136,8 @@ def with_links(
     if 2 < nodes <= MOST_NODES:
         link, pairs = unlike_pairs(talkers, node_names(seats), link)
     reduce = next(fit.link for fit in fits if fit.collective == "all_reduce")
-    beside = _beside(talkers, reduce, BESIDE_PART * world.budget_s)
-    compute_slowdowns = tuple(cast(list[float], world.council.hear(beside.compute_slowdown)))
+    overlap = _overlap(talkers, reduce, BESIDE_PART * world.budget_s)
+    compute_slowdowns = tuple(cast(list[float], world.council.hear(overlap.compute_slowdown)))
     step()
     return (
         replace(
@@ -146,17 +146,17 @@ def with_links(
             between=link,
             collectives=tuple((fit.collective, fit.way, fit.link) for fit in fits),
             pairs=pairs,
-            comm_slowdown=beside.comm_slowdown,
+            comm_slowdown=overlap.comm_slowdown,
         ),
         fits,
         compute_slowdowns,
     )
 
 
-def _beside(talkers: Talkers, reduce: Link, budget_s: float) -> Beside:
+def _overlap(talkers: Talkers, reduce: Link, budget_s: float) -> Overlap:
     """With as much as takes an eighth of the time there is, so that it can be sent several times."""
     fitting = max(budget_s / 8 - reduce.latency_s, 0.0) * reduce.bytes_per_s
-    return measure_beside(talkers, int(min(max(fitting, SMALLEST_BYTES), LARGEST_BYTES)), budget_s)
+    return measure_overlap(talkers, int(min(max(fitting, SMALLEST_BYTES), LARGEST_BYTES)), budget_s)
 
 
 def _unequal(speeds: Sequence[float]) -> tuple[float, ...]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from importlib import resources
 from itertools import groupby
 
-from lopsided.calibration.comparison import confront
+from lopsided.calibration.comparison import compare_run
 from lopsided.calibration.run_record import Run
 from lopsided.planner.baselines import STATE, batch_size
 from lopsided.planner.plan_data import Plan
@@ -344,7 +344,7 @@ def _worth_section(plan: Plan) -> Html | None:
 
 def _run_section(run: Run) -> Html:
     """Line by line what was predicted and what was measured, under what it is about."""
-    found = confront(run)
+    found = compare_run(run)
     hardware = ", ".join(dict.fromkeys(device.hardware for device in run.devices if device.hardware))
     about = f" measured: {run.model}, with torch {run.torch}{f' on {hardware}' if hardware else ''}."
     return section(

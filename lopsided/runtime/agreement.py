@@ -26,7 +26,7 @@ from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, parse_plan, plan_text
 from lopsided.planner.planner import plan_rivals
-from lopsided.profiling.cache import measure_once
+from lopsided.profiling.profile import measure_once
 from lopsided.runtime.differences import differences
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"

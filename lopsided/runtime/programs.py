@@ -28,8 +28,7 @@ from lopsided.errors import BatchError, CaptureError, LopsidedError, TrainingErr
 from lopsided.executor.executor import Executor
 from lopsided.ir.graph import Graph, Node
 from lopsided.ir.notation import Rule
-from lopsided.ir.program import Program, Step, check_program, parse_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, Step, check_program, parse_program
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.search import search

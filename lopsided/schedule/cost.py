@@ -32,10 +32,9 @@ from functools import lru_cache
 from lopsided.cluster.cluster import Cluster, Kind, Measured
 from lopsided.cluster.collectives import Network
 from lopsided.errors import InputError, NotationError, ProgramError, SharesError
-from lopsided.ir.graph import DTYPES, Graph, Leaf, Node, Value, signature
+from lopsided.ir.graph import DTYPES, Graph, Leaf, Node, Value, reruns, signature
 from lopsided.ir.notation import Algebra, Nonlinear, Operand, Product, Rule, Sum
 from lopsided.ir.placement import AnyShares, I, Placement, Shares
-from lopsided.ir.recompute import reruns
 from lopsided.ops.derive import describe_call
 from lopsided.ops.op import Call
 from lopsided.ops.simulated_devices import cotangent

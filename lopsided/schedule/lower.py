@@ -30,9 +30,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from lopsided.ir.graph import reruns
 from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program, Step
-from lopsided.ir.recompute import reruns
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.schedule import (

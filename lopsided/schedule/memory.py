@@ -34,11 +34,10 @@ from dataclasses import dataclass, replace
 
 from lopsided.cluster.cluster import Kind
 from lopsided.errors import DoesNotFitError
-from lopsided.ir.graph import DTYPES, Graph, Leaf, Node, Saved, signature
+from lopsided.ir.graph import DTYPES, Graph, Leaf, Node, Saved, reruns, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement
 from lopsided.ir.program import Step
-from lopsided.ir.recompute import reruns
 from lopsided.ops.op import Call
 from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of

@@ -36,9 +36,9 @@ from functools import cached_property
 from typing import Literal
 
 from lopsided.errors import ProgramError
+from lopsided.ir.graph import reruns
 from lopsided.ir.placement import Placement, parse_placement
 from lopsided.ir.program import Program, Step
-from lopsided.ir.recompute import reruns
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 

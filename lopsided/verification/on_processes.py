@@ -2,20 +2,24 @@
 
 In: the MODEL of a command line and a plan, or shares. Out: `Claim`s, what was compared, the worst error and where.
 
-    jobs_of_plan    a step in float64 and a short training, by the plan
-    jobs_at_large   the same by the classics, and steps of random programs
-    prove           runs the jobs on a `WorkerPool`
-    imagine         the step of a plan on imaginary devices, where there are too many for processes
+    jobs_of_plan            a step in float64 and a short training, by the plan
+    jobs_at_large           the same by the classics, and steps of random programs
+    prove                   runs the jobs on a `WorkerPool`
+    on_simulated_devices    the step of a plan, where there are too many devices for processes
 
-Texts travel to the processes, not objects: each builds the model itself, and takes rank 0's numbers.
+Texts travel to the processes, not objects: each builds the model itself, and takes rank 0's numbers. There
+`compare_step` and `compare_training` say how the same it is (`Sameness`): the worst relative errors of loss, gradients
+and buffers in float64, and of the losses of a short training in float32. One device is the simulator's, which draws the
+same random numbers.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -28,25 +32,28 @@ from lopsided.capturing.retype import in_dtype
 from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.cluster.cluster_file import parse_cluster
 from lopsided.comm.worker_pool import WorkerPool
-from lopsided.comm.world import meet
+from lopsided.comm.world import World, meet
 from lopsided.errors import ModelError, PlanError
-from lopsided.ir.dtypes import TOLERANCE, in_float64
 from lopsided.ir.graph import DTYPES, Graph
 from lopsided.ir.graph_text import parse_graph
+from lopsided.ir.op_call import TOLERANCE, in_float64
 from lopsided.ir.placement import Shares
-from lopsided.ir.program import Program, one_device, parse_program
+from lopsided.ir.program import Program, Step, one_device, parse_program
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
+from lopsided.ops.simulated_devices import SeededRandomness
+from lopsided.ops.trial import relative_error
 from lopsided.planner.baselines import STATE, data_parallel, stored_cut
 from lopsided.planner.plan_data import Breakdown, Plan, SearchReport
 from lopsided.planner.plan_file import load_plan
 from lopsided.planner.search_cost import SharePrices
+from lopsided.runtime.agreement import in_group_order
 from lopsided.runtime.differences import differences
+from lopsided.runtime.norms import clip_grad_norm_
+from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.verification.random_programs import random_program, random_shares
-from lopsided.verification.sameness import compare_step, compare_training, in_wide
 from lopsided.verification.simulator import simulate
-from lopsided.verification.verifier import compare
+from lopsided.verification.verifier import compare, random_program, random_shares
 
 STEPS = 20
 CURVE_TOLERANCE = {"f64": 1e-7, "f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}
@@ -212,8 +219,8 @@ def check_memory(graph: Graph, processes: int) -> None:
 # Running it
 
 
-def imagine(subject: Subject, plan: Plan) -> Claim:
-    """A step by the plan on imaginary devices, in this process."""
+def on_simulated_devices(subject: Subject, plan: Plan) -> Claim:
+    """A step by the plan on simulated devices, in this process."""
     wide = in_wide(plan)
     model, batch = _cast(*_loaded(subject), "f64")
     expected = simulate(one_device(wide.graph), model, batch, (1.0,), seed=subject.seed)
@@ -295,3 +302,141 @@ def _take_from_rank_0(tensor: Tensor) -> None:
     theirs = flat.view(tensor.dtype).reshape(tensor.shape)
     if not torch.equal(theirs, tensor):
         tensor.copy_(theirs)
+
+
+Batch = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Sameness:
+    """Seen from one process. `where` names what has the worst error in float64; `curve` are the losses of a training
+    on the processes, `expected` those of one device."""
+
+    error: float
+    where: str
+    curve: tuple[float, ...] = ()
+    expected: tuple[float, ...] = ()
+
+    @property
+    def curve_error(self) -> float:
+        pairs = zip(self.curve, self.expected, strict=True)
+        return max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0)
+
+
+def compare_step(model: nn.Module, batch: Batch, plan: Plan, world: World, *, seed: int = 0) -> Sameness:
+    """One forward and backward pass in float64."""
+    wide = in_wide(plan)
+    model64, batch64 = copy.deepcopy(model).to(world.device, torch.float64), _double(batch, world.device)
+    expected = simulate(one_device(wide.graph), model64, batch64, (1.0,), seed=seed)
+    pm = seeded(copy.deepcopy(model64), batch64, wide, world, seed)
+    loss = pm(**batch64)
+    loss.backward()
+    errors = [(relative_error(loss.detach(), expected.loss), "loss")]
+    # A gradient that is nothing but rounding is measured against the largest there is.
+    floor = 1e-5 * max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
+    for name, parameter in pm.named_parameters():
+        piece = pm.pieces[name]
+        if piece.trained and piece.rank >= 0:
+            whole = expected.gradients[name]
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            errors.append((_error(found, piece.take(whole), whole, floor), f"gradient of {name}"))
+    for name, buffer in expected.buffers.items() if world.takes_part else ():
+        errors.append((relative_error(pm.get_buffer(name), buffer), f"buffer {name}"))
+    pm.close()
+    worst = max(errors, key=lambda pair: pair[0])
+    return Sameness(*worst)
+
+
+def _error(found: Tensor, expected: Tensor, whole: Tensor, floor: float) -> float:
+    """Of a piece, relative to the largest element of the whole."""
+    if found.shape != expected.shape:
+        return math.inf
+    if not found.numel():
+        return 0.0
+    scale = max(whole.abs().max().item(), floor)
+    error = (found - expected).abs().max().item() / scale
+    return math.inf if math.isnan(error) else error
+
+
+def compare_training(
+    model: nn.Module,
+    batch: Batch,
+    plan: Plan,
+    world: World,
+    *,
+    steps: int = 20,
+    seed: int = 0,
+    lr: float = 1e-3,
+    max_norm: float = math.inf,
+) -> Sameness:
+    """`steps` steps of AdamW in the plan's own dtype, the same batch every time, on the processes and on one device; as
+    long as the loss of one device is a number."""
+    alone = copy.deepcopy(model).to(world.device)
+    pm = seeded(copy.deepcopy(model), batch, plan, world, seed)
+    ours = torch.optim.AdamW(pm.parameters(), lr=lr)
+    theirs = torch.optim.AdamW(alone.parameters(), lr=lr)
+    whole = one_device(plan.graph)
+    curve, expected = [], []
+    # Convolutions on a GPU round to 10 bits unless told otherwise, which is another matter.
+    exact, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    for _ in range(steps):
+        # Once for all, on rank 0: the processes may share few cores.
+        told = torch.zeros((), dtype=torch.float64)
+        if world.rank == 0:
+            told.fill_(_step_alone(whole, alone, batch, theirs, seed, max_norm))
+        dist.broadcast(told, 0)
+        one = told.item()
+        if not math.isfinite(one):
+            break  # there is nothing to compare with: the curves end here
+        expected.append(one)
+        loss = pm(**batch)
+        loss.backward()
+        if math.isfinite(max_norm):
+            clip_grad_norm_(pm, max_norm)
+        ours.step()
+        ours.zero_grad()
+        curve.append(loss.item())
+    torch.backends.cudnn.allow_tf32 = exact
+    pm.close()
+    return Sameness(0.0, "", tuple(curve), tuple(expected))
+
+
+def _step_alone(
+    program: Program, model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, seed: int, max_norm: float
+) -> float:
+    found = simulate(program, model, batch, (1.0,), seed=seed)
+    for name, parameter in model.named_parameters():
+        parameter.grad = found.gradients.get(name)
+    if math.isfinite(max_norm):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    with torch.no_grad():
+        for name, buffer in found.buffers.items():
+            model.get_buffer(name).copy_(buffer)
+    return float(found.loss.item())
+
+
+def seeded(model: nn.Module, batch: Batch, plan: Plan, world: World, seed: int) -> Parallel:
+    """A parallel model whose random numbers are those that one device would draw."""
+    random = SeededRandomness(seed, in_group_order(plan, world))
+    return Parallel(model, batch, plan.graph, plan, world, seed=seed, randomness=random)
+
+
+def in_wide(plan: Plan) -> Plan:
+    """The plan for the same model in float64."""
+    graph = in_float64(plan.graph)
+    return replace(plan, program=_on(graph, plan.program))
+
+
+def _on(graph: Graph, program: Program) -> Program:
+    """The same choices for a graph with the same names."""
+    nodes = {node.name: node for node in graph.nodes}
+    steps = tuple(Step(nodes[step.node.name], step.rule, step.chains) for step in program.steps)
+    return Program(graph, program.leaves, steps, program.loss, program.updates)
+
+
+def _double(batch: Batch, device: torch.device) -> dict[str, object]:
+    tensors, rebuild = flatten_batch(batch)
+    moved = [t.to(device) for t in tensors.values()]
+    _, wide = rebuild([t.double() if t.dtype.is_floating_point else t for t in moved])
+    return wide

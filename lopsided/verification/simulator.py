@@ -57,7 +57,9 @@ def simulate(
         with nullcontext() if device == torch.get_default_device() else device:
             schedule = lower(program)
             ranks = run_ranks(
-                len(fractions), device, lambda wire: _run_rank(schedule, sources, fractions, seed, wire, device)
+                len(fractions),
+                device,
+                lambda communicator: _run_rank(schedule, sources, fractions, seed, communicator, device),
             )
     return _joined(program, ranks)
 
@@ -76,7 +78,7 @@ def _run_rank(
     sources: Mapping[str, Tensor],
     shares: Shares,
     seed: int,
-    wire: Communicator,
+    communicator: Communicator,
     device: torch.device,
 ) -> _RankRun:
     leaves, parameters, program = {}, {}, schedule.program
@@ -84,11 +86,11 @@ def _run_rank(
     for leaf in program.graph.leaves:
         name = leaf.value.name
         # Every device gets memory of its own.
-        piece = _piece(sources[name], placements[name], shares, wire.rank).clone()
+        piece = _piece(sources[name], placements[name], shares, communicator.rank).clone()
         leaves[name] = piece
         if leaf.kind == "parameter":
             leaves[name] = parameters[leaf.target] = nn.Parameter(piece, requires_grad=leaf.value.grad)
-    exchange = Redistributor(wire, shares, wire.network)
+    exchange = Redistributor(communicator, shares, communicator.network)
     gradients = Gradients(exchange)
     executor = Executor(schedule, exchange, gradients, SeededRandomness(seed, shares), parameters, device)
     with _each_cast_its_own():

@@ -1,8 +1,11 @@
-"""Proof by trial: random programs on unequal imaginary devices against one device, in float64.
+"""Proof by trial: random programs on unequal simulated devices against one device, in float64.
 
 In: a model, a batch, shares. Out: `Verification` — the worst relative error over loss, gradients and buffers, the worst
 program, and how often every placement and conversion was used. First the captured graph is compared with the model
 itself, then every program with the graph on one device.
+
+In a random program (`random_program`) any rule may follow any other, with whatever conversions that takes, detours
+included, and shares may be zero.
 """
 
 from __future__ import annotations
@@ -21,15 +24,13 @@ from lopsided.capturing.call import LossFn, flatten_batch, in_form_of, loss_of
 from lopsided.capturing.capture_graph import check_model, trace, without_unused
 from lopsided.capturing.saved_tensors import record_saved
 from lopsided.errors import ModelError
-from lopsided.ir.dtypes import TOLERANCE, in_float64
-from lopsided.ir.graph import Graph
+from lopsided.ir.graph import Graph, Value
 from lopsided.ir.notation import Rule
-from lopsided.ir.op_call import call_op, surroundings
-from lopsided.ir.placement import check_shares
-from lopsided.ir.program import Program, check_program, one_device
+from lopsided.ir.op_call import TOLERANCE, call_op, in_float64, surroundings
+from lopsided.ir.placement import I, P, Placement, R, check_shares
+from lopsided.ir.program import Chain, Program, RuleBook, Step, check_program, one_device
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.trial import relative_error
-from lopsided.verification.random_programs import random_program, random_shares
 from lopsided.verification.simulator import Simulation, simulate, tensors_of
 
 _LARGE = 2_000_000  # parameters, from which on memory is looked at before anything is run
@@ -166,12 +167,12 @@ def compare(found: Simulation, expected: Simulation) -> tuple[float, str]:
 
 
 def _check_memory(graph: Graph, devices: int) -> None:
-    """Refuse before the machine does: every imaginary device may hold every value, and its gradient."""
+    """Refuse before the machine does: every simulated device may hold every value, and its gradient."""
     needed = 2 * devices * sum(value.bytes for value in graph.values.values())
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > has:
         raise ModelError(
-            f"verifying this model in float64 on {devices} imaginary devices may take {needed / 1e9:.0f} GB, "
+            f"verifying this model in float64 on {devices} simulated devices may take {needed / 1e9:.0f} GB, "
             f"and this machine has {has / 1e9:.0f} GB",
             do="choose a smaller batch (--batch) or smaller sizes; rules do not depend on size",
         )
@@ -256,3 +257,66 @@ def _capture_error(graph: Graph, model: nn.Module, batch: object, loss_fn: LossF
         Simulation(loss.detach().reshape(()), expected, after, 0.0),
     )
     return worst
+
+
+_DETOUR = 0.15
+
+
+def random_program(book: RuleBook, state: random.Random) -> Program:
+    """A legal program with every choice left to chance."""
+    graph = book.graph
+    facts: dict[str, list[Placement]] = {}
+    # Every cut the rules know of a value: where detours can lead.
+    cuts: dict[str, dict[Placement, None]] = {}
+    for node in graph.nodes:
+        for rule in book.rules[node.name]:
+            for name, need in zip(node.operands, rule.needs, strict=True):
+                if need.is_shard:
+                    cuts.setdefault(name, {})[need] = None
+
+    def chain_to(value: Value, need: Placement) -> Chain:
+        have = facts[value.name]
+        if need in have and state.random() < 0.5:
+            return (need,)
+        chain = [state.choice(have)]
+        if state.random() < _DETOUR:
+            stops = [I, R, *([P] if value.dtype != "bool" else []), *cuts.get(value.name, ())]
+            stop = state.choice(stops)
+            if stop != chain[-1]:
+                chain.append(stop)
+        if chain[-1] != need:
+            chain.append(need)
+        have += [placement for placement in chain[1:] if placement not in have]
+        return tuple(chain)
+
+    leaves = []
+    for leaf in graph.leaves:
+        placement = state.choice(book.leaves[leaf.value.name])
+        leaves.append((leaf.value.name, placement))
+        facts[leaf.value.name] = [placement]
+    steps = []
+    for node in graph.nodes:
+        rule = _choose(book.rules[node.name], state)
+        chains = tuple(chain_to(graph.values[name], need) for name, need in zip(node.operands, rule.needs, strict=True))
+        steps.append(Step(node, rule, chains))
+        for value, give in zip(node.results, rule.gives, strict=True):
+            facts[value.name] = [give]
+    loss = chain_to(graph.values[graph.loss], I)
+    updates = tuple(chain_to(graph.values[name], I) for _, name in graph.updates)
+    return Program(graph, tuple(leaves), tuple(steps), loss, updates)
+
+
+def _choose(rules: tuple[Rule, ...], state: random.Random) -> Rule:
+    """Talking and factor-broadcasting rules are few among many plain ones: give each kind its chance."""
+    kinds = list(dict.fromkeys(rule.how for rule in rules))
+    kind = state.choice(kinds) if state.random() < 0.3 else None
+    return state.choice([rule for rule in rules if kind is None or rule.how == kind])
+
+
+def random_shares(devices: int, state: random.Random) -> tuple[float, ...]:
+    """Unequal shares; every third time one device has nothing to do."""
+    weights = [state.uniform(0.1, 1.0) for _ in range(devices)]
+    if devices > 1 and state.random() < 1 / 3:
+        weights[state.randrange(devices)] = 0.0
+    total = sum(weights)
+    return tuple(weight / total for weight in weights)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lopsided.calibration.comparison import Comparison, ComparisonLine, carried, confront, fraction_of, of_all
+from lopsided.calibration.comparison import Comparison, ComparisonLine, carried, compare_run, fraction_of, of_all
 from lopsided.calibration.run_record import (
     COMPUTE,
     NETWORK,
@@ -141,7 +141,7 @@ def test_an_all_to_all_is_as_large_as_all_of_its_parts() -> None:
 
 
 def test_a_run_that_does_what_was_predicted_is_not_off(run: Run) -> None:
-    found = confront(run)
+    found = compare_run(run)
     assert found.step == ComparisonLine("step", run.plan.step_s, 1.1)
     for row in found.computed:
         for line in row:
@@ -150,7 +150,7 @@ def test_a_run_that_does_what_was_predicted_is_not_off(run: Run) -> None:
 
 
 def test_what_is_slower_is_found_on_every_device_and_in_every_class(run: Run) -> None:
-    found = confront(as_predicted(run.plan, slower=2.0))
+    found = compare_run(as_predicted(run.plan, slower=2.0))
     for line in (*found.busy, *found.classes):
         if line.predicted:
             assert line.error == pytest.approx(-0.5, rel=1e-6), line.what
@@ -161,10 +161,10 @@ def test_a_collective_takes_what_the_last_to_come_waits_for_it(run: Run) -> None
     # The first came at 10.0 and the second at 9.5; it ended at 12.0 for both.
     assert (one.collective, one.way, one.bytes) == ("all_reduce", "ring", 4096)
     assert one.seconds == pytest.approx(2.0)
-    (line,) = confront(run).collectives
+    (line,) = compare_run(run).collectives
     assert line.measured == pytest.approx(2.0)
     assert 0 < line.predicted < 2.0
-    assert confront(run).worst == ("network", line)
+    assert compare_run(run).worst == ("network", line)
 
 
 def test_what_waits_behind_another_is_not_charged_for_it(run: Run) -> None:
@@ -182,13 +182,13 @@ def test_what_nobody_predicted_is_in_between(run: Run) -> None:
         last = device.steps[3]
         return replace(device, steps=(*device.steps[:3], replace(last, seconds=last.seconds + 0.25)))
 
-    found = confront(replace(run, devices=tuple(map(longer, run.devices))))
+    found = compare_run(replace(run, devices=tuple(map(longer, run.devices))))
     between = [line for row in found.computed for line in row if line.what == "between ops"]
     assert [line.measured for line in between] == pytest.approx([0.25] * len(run.devices))
 
 
 def test_the_text_names_the_error_and_the_worst_line(run: Run) -> None:
-    found: Comparison = confront(run)
+    found: Comparison = compare_run(run)
     text = "\n".join(comparison_lines(found, full=True))
     assert error_text(found.step.error) in text
     assert "worst line  all_reduce, ring" in text

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import commands
+from tests.support.commands import lopsided
 
 SMALL = "mlp:layers=2,width=12,classes=5,batch=7"
 
 
-def lopsided(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as a shell starts it. Importing takes seconds: other tests run it in this process."""
     command = [sys.executable, "-m", "lopsided", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_verify_says_what_it_did() -> None:
-    done = lopsided("verify", SMALL, "--shares", ".5,.3,.2", "--programs", "12")
+    done = process("verify", SMALL, "--shares", ".5,.3,.2", "--programs", "12")
     assert done.returncode == 0, done.stderr
     assert "same as one device" in done.stdout
     assert "placements" in done.stdout
@@ -36,7 +37,8 @@ def test_verify_as_json() -> None:
     assert {"I", "R", "P", "S"} <= told["placements"].keys()
 
 
-def test_verify_fails_with_status_one(tmp_path: Path) -> None:
+def test_verify_fails_with_status_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     # A model whose loss differs from call to call in a way that no seed controls cannot equal one device.
     (tmp_path / "loose.py").write_text(
         "import torch\n"
@@ -48,7 +50,7 @@ def test_verify_fails_with_status_one(tmp_path: Path) -> None:
         "def make():\n"
         "    return Loose(3, 2), {'x': torch.randn(5, 3)}\n"
     )
-    done = lopsided("verify", "loose.py:make", "--programs", "2", cwd=tmp_path)
+    done = lopsided("verify", "loose.py:make", "--programs", "2")
     assert done.returncode == 1
     assert "not the same as one device" in done.stdout
 
@@ -97,7 +99,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_in_a_few_lines(case: str) -> None:
     arguments, word = BAD[case]
-    done = commands.lopsided(*arguments)
+    done = lopsided(*arguments)
     said = done.stderr
     assert done.returncode == 2
     assert word in said
@@ -115,16 +117,17 @@ def test_a_line_is_tried_without_touching_the_table() -> None:
 
 
 def test_an_error_as_json() -> None:
-    done = lopsided("verify", "brett", "--json")
+    done = process("verify", "brett", "--json")
     assert done.returncode == 2
     assert json.loads(done.stdout)["error"] == "ModelError"
 
 
-def test_no_scalar_is_refused_with_advice(tmp_path: Path) -> None:
+def test_no_scalar_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "import torch\ndef make():\n    return torch.nn.Linear(3, 2), {'input': torch.randn(5, 3)}\n"
     )
-    done = lopsided("verify", "mine.py:make", cwd=tmp_path)
+    done = lopsided("verify", "mine.py:make")
     assert done.returncode == 2
     assert "(5, 2)" in done.stderr
     assert "loss_fn" in done.stderr

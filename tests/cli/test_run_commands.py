@@ -144,10 +144,10 @@ def test_a_plan_on_processes(here: Path) -> None:
     assert "rank" in told["claims"][1]["where"]
 
 
-def test_a_plan_on_imaginary_devices(here: Path) -> None:
+def test_a_plan_on_simulated_devices(here: Path) -> None:
     done = lopsided("verify", SPEC, "--plan", "two.json")
     assert done.exit_code == 0
-    assert "3 imaginary devices" in done.stdout
+    assert "3 simulated devices" in done.stdout
     assert "same as one device" in done.stdout
 
 

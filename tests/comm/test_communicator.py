@@ -73,15 +73,19 @@ def gathers(wire: Communicator) -> int:
     for counts, way, dtype in cases:
         pieces = [holds(wire, rank, count, dtype) for rank, count in enumerate(counts)]
         mine = pieces[wire.rank].clone()
-        assert equal(wire.all_gather(mine, counts, way=way).wait(), torch.cat(pieces)), (counts, way, dtype)
+        assert equal(wire.all_gather(mine, counts, algorithm=way).wait(), torch.cat(pieces)), (counts, way, dtype)
         out = torch.zeros(sum(counts), dtype=dtype, device=wire.device)
-        assert wire.all_gather(mine, counts, way=way, out=out).wait() is out
+        assert wire.all_gather(mine, counts, algorithm=way, out=out).wait() is out
         assert equal(out, torch.cat(pieces)), (counts, way, dtype)
         # From its own place in what is filled.
         out = torch.zeros_like(out)
         place = out.split(list(counts))[wire.rank]
         place.copy_(mine)
-        assert equal(wire.all_gather(place, counts, way=way, out=out).wait(), torch.cat(pieces)), (counts, way, dtype)
+        assert equal(wire.all_gather(place, counts, algorithm=way, out=out).wait(), torch.cat(pieces)), (
+            counts,
+            way,
+            dtype,
+        )
         assert equal(mine, pieces[wire.rank]), (counts, way, dtype)
     return len(cases)
 
@@ -90,7 +94,7 @@ def scatters(wire: Communicator) -> int:
     cases = list(itertools.product(COUNTS[wire.size], WAYS, ADDED))
     for counts, way, dtype in cases:
         whole = holds(wire, wire.rank, sum(counts), dtype)
-        piece = wire.reduce_scatter(whole, counts, way=way).wait()
+        piece = wire.reduce_scatter(whole, counts, algorithm=way).wait()
         assert equal(piece, total(wire, sum(counts), dtype).split(list(counts))[wire.rank]), (counts, way, dtype)
         assert piece.untyped_storage().nbytes() == piece.nbytes, "the piece keeps a larger buffer alive"
         assert equal(whole, holds(wire, wire.rank, sum(counts), dtype)), "what was given has changed"
@@ -101,7 +105,7 @@ def reduces(wire: Communicator) -> int:
     cases = list(itertools.product((0, 1, 4, 7, 24), ("ring", "tree", "scatter+gather", ""), ADDED))
     for count, way, dtype in cases:
         flat = holds(wire, wire.rank, count, dtype)
-        assert wire.all_reduce(flat, way=way).wait() is flat
+        assert wire.all_reduce(flat, algorithm=way).wait() is flat
         assert equal(flat, total(wire, count, dtype)), (count, way, dtype)
     for dtype in ADDED:
         flat = holds(wire, wire.rank, 5, dtype)
@@ -142,10 +146,10 @@ def all_in_flight(wire: Communicator) -> int:
     under_way: list[tuple[Handle, Tensor]] = []
     for way, dtype in itertools.product(WAYS, (torch.float32, torch.bfloat16, torch.float8_e4m3fn)):
         pieces = [holds(wire, rank, count, dtype) for rank, count in enumerate(counts)]
-        under_way.append((wire.all_gather(pieces[wire.rank], counts, way=way), torch.cat(pieces)))
+        under_way.append((wire.all_gather(pieces[wire.rank], counts, algorithm=way), torch.cat(pieces)))
         whole = holds(wire, wire.rank, length, dtype)
         summed = total(wire, length, dtype)
-        under_way.append((wire.reduce_scatter(whole, counts, way=way), summed.split(list(counts))[wire.rank]))
+        under_way.append((wire.reduce_scatter(whole, counts, algorithm=way), summed.split(list(counts))[wire.rank]))
         under_way.append((wire.all_reduce(holds(wire, wire.rank, length, dtype)), summed))
         under_way.append((wire.broadcast(holds(wire, wire.rank, 3, dtype), 1), holds(wire, 1, 3, dtype)))
     for handle, expected in reversed(under_way):
@@ -160,9 +164,9 @@ def parameters(wire: Communicator) -> None:
     counts = COUNTS[wire.size][0]
     for way in WAYS:
         piece = torch.ones(counts[wire.rank], device=wire.device, requires_grad=True)
-        assert not wire.all_gather(piece, counts, way=way).wait().requires_grad
+        assert not wire.all_gather(piece, counts, algorithm=way).wait().requires_grad
         whole = torch.ones(sum(counts), device=wire.device, requires_grad=True)
-        assert not wire.reduce_scatter(whole, counts, way=way).wait().requires_grad
+        assert not wire.reduce_scatter(whole, counts, algorithm=way).wait().requires_grad
     with torch.inference_mode():
         assert wire.all_reduce(torch.ones(3, device=wire.device)).wait().tolist() == [wire.size] * 3
 
@@ -178,7 +182,7 @@ def half_precision(wire: Communicator) -> None:
         exact = torch.stack([part[place].double() for part in rounded]).sum(0)
         # Every partial sum a library makes is rounded once, by half a unit in the last place.
         most = torch.stack([part[place].double().abs() for part in rounded]).sum(0) * torch.finfo(dtype).eps / 2
-        piece = wire.reduce_scatter(rounded[wire.rank].to(wire.device), [count] * wire.size, way=way).wait().cpu()
+        piece = wire.reduce_scatter(rounded[wire.rank].to(wire.device), [count] * wire.size, algorithm=way).wait().cpu()
         assert ((piece.double() - exact).abs() <= most * spread).all(), (dtype, way)
         if way == "all_to_all":
             assert torch.equal(piece, torch.stack([part[place].float() for part in rounded]).sum(0).to(dtype)), dtype
@@ -391,8 +395,8 @@ def refused() -> list[str]:
         lambda: wire.reduce_scatter(torch.ones(7), [4, 4]),
         lambda: wire.all_to_all(torch.ones(7), [4, 4], [4, 4]),
         lambda: wire.all_reduce(torch.ones(2, dtype=torch.complex64), what="phases"),
-        lambda: wire.all_reduce(torch.ones(2), way="padded"),
-        lambda: wire.all_gather(torch.ones(4), [4, 4], way="ring"),
+        lambda: wire.all_reduce(torch.ones(2), algorithm="padded"),
+        lambda: wire.all_gather(torch.ones(4), [4, 4], algorithm="ring"),
     ]
     for attempt in wrong:
         try:
@@ -445,7 +449,7 @@ def leaves(way: str, watched: bool) -> tuple[list[str], list[str]]:
     if wire.rank == 1:
         store.wait(["rank 0 has started it"])
         os._exit(0)
-    said, handle = [], wire.all_gather(torch.ones(2**20), [2**20, 1], what="layer 3", way=way)
+    said, handle = [], wire.all_gather(torch.ones(2**20), [2**20, 1], what="layer 3", algorithm=way)
     store.set("rank 0 has started it", "")
     for attempt in (handle.wait, handle.wait, lambda: wire.all_reduce(torch.ones(4), what="norm").wait()):
         try:
@@ -484,7 +488,7 @@ def stays_away(way: str) -> str:
         time.sleep(3)
         return ""
     with pytest.raises(RankError) as error:
-        wire.all_gather(torch.ones(2), [2, 1], what="layer 3", way=way).wait()
+        wire.all_gather(torch.ones(2), [2, 1], what="layer 3", algorithm=way).wait()
     return str(error.value)
 
 
@@ -499,6 +503,6 @@ def test_own_trouble_is_not_blamed_on_others() -> None:
         raise torch.OutOfMemoryError("no memory left")
 
     wire = Communicator(Actor(Stage(2), 0), torch.device("cpu"), network())  # type: ignore[arg-type]
-    wire._lane.empty = full  # type: ignore[assignment]
+    wire._backend.empty = full  # type: ignore[assignment]
     with pytest.raises(torch.OutOfMemoryError):
-        wire.all_gather(torch.ones(1), [1, 2], way="padded")
+        wire.all_gather(torch.ones(1), [1, 2], algorithm="padded")

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 import lopsided
 from lopsided.comm.in_process import InProcessCommunicator, run_ranks
 from lopsided.errors import WorldError
-from lopsided.ir.dtypes import TOLERANCE, in_float64
 from lopsided.ir.graph import Graph
+from lopsided.ir.op_call import TOLERANCE, in_float64
 from lopsided.ir.placement import Shares
 from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.ops.derive import derive_rules
-from lopsided.verification.random_programs import random_program, random_shares
 from lopsided.verification.simulator import Simulation, simulate
-from lopsided.verification.verifier import compare
+from lopsided.verification.verifier import compare, random_program, random_shares
 from tests.support.models import ByHand, example
 from tests.support.oracle import simulate_by_lists
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.calibration.comparison import confront
+from lopsided.calibration.comparison import compare_run
 from lopsided.calibration.run_record import COMPUTE, NETWORK, OPTIMIZER, Run, load_run, parse_run, run_text
 from lopsided.comm.recorder import Recorder
 from lopsided.comm.worker_pool import WorkerPool
@@ -82,7 +82,7 @@ def test_everything_that_a_step_does_is_noted(crews: object, name: str, tmp_path
     assert sent[0] == sent[1] == sent[2]
     assert ("all_gather" in sent[0]) == (name != "dp")
     assert ("reduce_scatter" if name != "dp" else "all_reduce") in sent[0]
-    found = confront(run)
+    found = compare_run(run)
     assert all(line.measured > 0 for line in (*found.busy, *found.collectives))
 
 
@@ -99,7 +99,7 @@ def test_one_device_records_too() -> None:
     assert len(done.losses) == 4
     assert done.losses[-1] < done.losses[0]
     assert [len(d.recorded) for d in done.run.devices] == [1]
-    assert confront(done.run).collectives == ()
+    assert compare_run(done.run).collectives == ()
 
 
 def test_too_few_steps_and_unknown_optimizers_are_refused() -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.comm.watchdog import Position, Watchdog, blame, reason_of
+from lopsided.comm.watchdog import Failure, Position, Watchdog, _within, blame, reason_of
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, default_store, side_group
 from lopsided.errors import LopsidedError, WorldError
@@ -150,6 +153,24 @@ def test_where_rank_0_held_the_store() -> None:
     assert "rank 0 is gone, and with it the store" in outcomes[1][1]
 
 
+def hear_and_lose_the_store() -> str:
+    """Rank 0 tells why it fails, and is gone with the store before rank 1 is asked about a collective."""
+    watch = a_watch(every_s=0.05)
+    if dist.get_rank() == 0:
+        watch._fail(Failure(0, "rank 0 failed: no disk"), watch._asks)
+        watch._stay("seen", 10.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while _within(1.0, lambda: watch._asks.check(["failed"])) is not None:
+        time.sleep(0.05)
+    return watch.explain(RuntimeError("x"), "all_reduce of %w").what
+
+
+def test_a_reason_that_was_heard_outlives_the_store() -> None:
+    with WorkerPool(2) as crew:
+        outcomes = crew.outcomes(hear_and_lose_the_store)
+    assert outcomes[1] == (True, "rank 0 failed: no disk")
+
+
 # Handshakes
 
 
@@ -227,7 +248,53 @@ step(watch, side, 1)
 """
 
 
-def run_ranks(size: int, body: str, folder: Path, awaited: int | None = None) -> list[tuple[int, str]]:
+FORKING = """
+import json, os, sys
+import torch, torch.distributed
+import lopsided
+
+def begin(job, rank):
+    os.environ |= job["environment"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.dup2(os.open(f"{job['folder']}/{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    return compile(open(job["script"]).read(), job["script"], "exec")
+
+script = None
+while script is None and (line := sys.stdin.readline()):
+    job, ranks = json.loads(line), {}
+    for rank in range(job["size"]):
+        if (process := os.fork()) == 0:
+            script = begin(job, rank)
+            break
+        ranks[process] = rank
+    else:
+        print(json.dumps(ranks), flush=True)
+        while ranks:
+            process, status = os.wait()
+            print(json.dumps([ranks.pop(process), os.waitstatus_to_exitcode(status)]), flush=True)
+if script is not None:
+    exec(script, {"__name__": "__main__"})
+"""
+
+
+@pytest.fixture(scope="module")
+def forking() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has imported what ranks need and forks: these then end as any script does."""
+    command = [sys.executable, "-c", FORKING]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as started:
+        yield started
+        started.kill()
+
+
+def told_by(forking: subprocess.Popen[bytes], within_s: float) -> Any:
+    assert forking.stdout is not None
+    assert select.select([forking.stdout], [], [], within_s)[0], "no answer in time"
+    return json.loads(forking.stdout.readline())
+
+
+def run_ranks(
+    forking: subprocess.Popen[bytes], size: int, body: str, folder: Path, awaited: int | None = None
+) -> list[tuple[int, str]]:
     """Exit code and stderr of each rank's own process; of the first `awaited`, the others then are killed."""
     script = folder / "train.py"
     script.write_text(SCRIPT + body)
@@ -235,28 +302,31 @@ def run_ranks(size: int, body: str, folder: Path, awaited: int | None = None) ->
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = []
+    job = {"size": size, "script": str(script), "folder": str(folder), "environment": common}
+    assert forking.stdin is not None
+    forking.stdin.write(f"{json.dumps(job)}\n".encode())
+    processes = {rank: int(process) for process, rank in told_by(forking, 60).items()}
+    wanted = range(size)[:awaited]
+    codes: dict[int, int] = {}
     try:
-        for rank in range(size):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, str(script)]
-            ranks.append(subprocess.Popen(command, env=os.environ | common | own, stderr=subprocess.PIPE, text=True))
-        outputs = [each.communicate(timeout=90)[1] for each in ranks[:awaited]]
+        while not codes.keys() >= {*wanted}:
+            codes.update([told_by(forking, 90)])
     finally:
-        for each in ranks:
-            each.kill()
-            each.communicate()
-    return [(each.returncode, output) for each, output in zip(ranks[:awaited], outputs, strict=True)]
+        for rank in processes.keys() - codes.keys():
+            os.kill(processes[rank], signal.SIGKILL)
+        while len(codes) < size:
+            codes.update([told_by(forking, 60)])
+    return [(codes[rank], (folder / f"{rank}.txt").read_text()) for rank in wanted]
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_the_reason_of_a_failure_reaches_the_others(odd: int, tmp_path: Path) -> None:
+def test_the_reason_of_a_failure_reaches_the_others(odd: int, forking: subprocess.Popen[bytes], tmp_path: Path) -> None:
     body = f"""
 if rank == {odd}:
     raise ValueError("learning rate is no number")
 step(watch, side, 2)
 """
-    outcomes = run_ranks(3, body, tmp_path)
+    outcomes = run_ranks(forking, 3, body, tmp_path)
     line = (SCRIPT + body).splitlines().index('    raise ValueError("learning rate is no number")') + 1
     for rank, (code, told) in enumerate(outcomes):
         assert code == 1
@@ -264,28 +334,30 @@ step(watch, side, 2)
         assert (said in told) == (rank != odd), told
 
 
-def test_a_rank_that_failed_and_lives_on_does_not_hold_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_failed_and_lives_on_does_not_hold_the_others(
+    forking: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
     body = """
 if rank == 1:
     threading.Thread(target=time.sleep, args=(80,)).start()
     raise ValueError("nonsense")
 step(watch, side, 2)
 """
-    [(code, told)] = run_ranks(2, body, tmp_path, awaited=1)
+    [(code, told)] = run_ranks(forking, 2, body, tmp_path, awaited=1)
     assert code == 1
     assert "rank 0 ends: rank 1 failed: ValueError: nonsense" in told
 
 
-def test_a_rank_with_fewer_steps_is_named(tmp_path: Path) -> None:
+def test_a_rank_with_fewer_steps_is_named(forking: subprocess.Popen[bytes], tmp_path: Path) -> None:
     body = """
 for number in range(2, 5 if rank == 1 else 4):
     step(watch, side, number)
 """
-    (fine, _), (code, told) = run_ranks(2, body, tmp_path)
+    (fine, _), (code, told) = run_ranks(forking, 2, body, tmp_path)
     assert (fine, code) == (0, 1)
     assert "rank 0 finished after step 3, and this rank is at step 4: waiting for all_reduce of %w" in told
 
 
-def test_a_run_without_trouble_ends_without_a_word(tmp_path: Path) -> None:
-    for code, told in run_ranks(2, "time.sleep(0.5)\nstep(watch, side, 2)\n", tmp_path):
+def test_a_run_without_trouble_ends_without_a_word(forking: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    for code, told in run_ranks(forking, 2, "time.sleep(0.5)\nstep(watch, side, 2)\n", tmp_path):
         assert (code, told) == (0, "")

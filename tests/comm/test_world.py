@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.cluster.cluster import Cluster, Kind
+from lopsided.cluster.cluster import Cluster, Kind, parts, single_devices
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.cluster.subclusters import parts, single_devices
 from lopsided.comm.rank_mapping import RankInfo, devices_in, find_seats, model_of, torchrun_line
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, begin, check_same, group_of, meet, share_plan, side_group

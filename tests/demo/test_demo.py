@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from lopsided.demo.contest import Windows, letters, story
 from lopsided.demo.race import Busy, RaceEntry, Spent, _busy, _rows, on_cores
-from lopsided.demo.text import Windows, letters, story
 
 DEMO = [sys.executable, "-m", "lopsided", "demo", "--quick", "--json"]
 THREE = ("ddp-equal", "ddp-by-speed", "lopsided")

@@ -34,7 +34,7 @@ from lopsided.planner.search import search
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Scale
 from lopsided.schedule.schedule import Bucket, Exchange, GatherBucket, Redistribute, ReduceBucket, Schedule
-from lopsided.verification.random_programs import random_program
+from lopsided.verification.verifier import random_program
 from tests.support.jobs import Run, cluster_of, parsed, prices_of, run_of
 
 SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))

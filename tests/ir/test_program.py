@@ -15,11 +15,10 @@ from lopsided.errors import ProgramError
 from lopsided.ir.graph import Graph
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, R, S
-from lopsided.ir.program import Program, check_program, parse_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, check_program, parse_program
 from lopsided.models import zoo
 from lopsided.ops.derive import derive_rules
-from lopsided.verification.random_programs import random_program, random_shares
+from lopsided.verification.verifier import random_program, random_shares
 from tests.support.jobs import book_of
 from tests.support.models import ByHand, example
 

@@ -19,13 +19,12 @@ import lopsided
 from lopsided.capturing.retype import in_dtype
 from lopsided.cluster.cluster import Cluster, Link
 from lopsided.errors import DoesNotFitError, GraphError
-from lopsided.ir.dtypes import in_float64
-from lopsided.ir.graph import Graph
+from lopsided.ir.graph import Graph, reruns
 from lopsided.ir.graph_text import parse_graph
 from lopsided.ir.notation import Rule
+from lopsided.ir.op_call import in_float64
 from lopsided.ir.placement import I, R, S
 from lopsided.ir.program import Program, parse_program
-from lopsided.ir.recompute import reruns
 from lopsided.models import by_name as models
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.balance import balance
@@ -38,7 +37,7 @@ from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings, saved_by
 from lopsided.schedule.pricing import Computed
 from lopsided.schedule.schedule import Decisions, Redistribute, nodes_of
-from lopsided.verification.random_programs import random_program, random_shares
+from lopsided.verification.verifier import random_program, random_shares
 from tests.support import clusters
 from tests.support.models import ByHand, example
 from tests.support.schedules import held_by, lay_out

@@ -11,11 +11,10 @@ from lopsided.cluster.cluster import Cluster, Link, Measured
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.cluster.collectives import Network
 from lopsided.errors import InputError
-from lopsided.ir.dtypes import TOLERANCE, in_float64
 from lopsided.ir.graph import Graph
+from lopsided.ir.op_call import TOLERANCE, in_float64
 from lopsided.ir.placement import I, Shares
-from lopsided.ir.program import check_program, one_device
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import RuleBook, check_program, one_device
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.ablation import ADDITIONS, HAP, additions_named, beliefs, fewer_rules

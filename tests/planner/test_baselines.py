@@ -7,11 +7,10 @@ import torch
 
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.ir.dtypes import TOLERANCE, in_float64
 from lopsided.ir.graph import Graph
+from lopsided.ir.op_call import TOLERANCE, in_float64
 from lopsided.ir.placement import I, Placement, R, S
-from lopsided.ir.program import Program, check_program, one_device
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, check_program, one_device
 from lopsided.models import zoo
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules

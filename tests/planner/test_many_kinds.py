@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lopsided.capturing.capture_graph import capture
-from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.cluster.cluster import Cluster, Kind, Link, parts
 from lopsided.cluster.collectives import Network
-from lopsided.cluster.subclusters import parts
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Shares

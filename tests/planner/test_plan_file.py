@@ -24,7 +24,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Breakdown
 from lopsided.planner.plan_file import EDITED, FORMAT, PLAN_FILE, VERSION, load_plan, parse_plan, plan_text, save_plan
 from lopsided.planner.planner import plan, predict
-from lopsided.verification.random_programs import random_program
+from lopsided.verification.verifier import random_program
 from tests.support.plans import DATA_PARALLEL, SHARES, ZERO, graph, plan_of
 
 # Round trips

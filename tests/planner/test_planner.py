@@ -15,8 +15,8 @@ from lopsided.capturing.retype import in_dtype
 from lopsided.cluster.cluster import Cluster, Link
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.errors import DoesNotFitError, InputError, PlanError
-from lopsided.ir.dtypes import TOLERANCE, in_float64
 from lopsided.ir.graph import Graph
+from lopsided.ir.op_call import TOLERANCE, in_float64
 from lopsided.ir.placement import I, S, Shares
 from lopsided.ir.program import check_program, one_device
 from lopsided.models import zoo

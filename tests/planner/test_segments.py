@@ -10,8 +10,8 @@ import torch
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster, Link
 from lopsided.errors import ProgramError
-from lopsided.ir.dtypes import TOLERANCE, in_float64
 from lopsided.ir.graph import Graph
+from lopsided.ir.op_call import TOLERANCE, in_float64
 from lopsided.ir.placement import S, Shares
 from lopsided.ir.program import Program, check_program, one_device, parse_program
 from lopsided.models.by_name import load

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster, Link
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.ir.dtypes import TOLERANCE, in_float64
 from lopsided.ir.graph import Graph, Leaf, Node
 from lopsided.ir.notation import Rule
+from lopsided.ir.op_call import TOLERANCE, in_float64
 from lopsided.ir.placement import I, P, Placement, R, S, Shares
-from lopsided.ir.program import Program, check_program, one_device, parse_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, check_program, one_device, parse_program
 from lopsided.models import by_name as models
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.candidates import MEMORY_IN_USE

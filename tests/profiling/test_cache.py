@@ -15,8 +15,8 @@ from lopsided.cluster.cluster_file import parse_cluster
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.graph import Graph
 from lopsided.models import zoo
-from lopsided.profiling import cache as room
-from lopsided.profiling.cache import cache_folder, digest, keep, measure_once, read
+from lopsided.profiling import profile as room
+from lopsided.profiling.profile import cache_folder, digest, keep, measure_once, read
 
 CPU = torch.device("cpu")
 

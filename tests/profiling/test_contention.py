@@ -19,7 +19,7 @@ from lopsided.ir.graph import Graph
 from lopsided.models import zoo
 from lopsided.ops.derive import derive_rules
 from lopsided.profiling import dry_run
-from lopsided.profiling.dry_run import Rehearsal, _laid_out
+from lopsided.profiling.dry_run import DryRun, _laid_out
 from lopsided.profiling.kinds import Found, RankHost, Took, kinds_of, seat_of
 from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.op_times import OpJob, Speeds, choose_jobs
@@ -84,7 +84,7 @@ def test_who_shares_nothing_is_not_measured() -> None:
 # Whole steps
 
 
-def turn_taken(gpus: tuple[str, ...], what: Rehearsal | None) -> tuple[float, float, float]:
+def turn_taken(gpus: tuple[str, ...], what: DryRun | None) -> tuple[float, float, float]:
     """In a worker: what the step took, and when it began and ended; nothing is really run."""
     began, ended = 0.0, 0.0
 
@@ -104,7 +104,7 @@ def turn_taken(gpus: tuple[str, ...], what: Rehearsal | None) -> tuple[float, fl
         dry_run.alone_s = real
 
 
-def test_those_of_one_gpu_rehearse_in_turn_and_others_at_the_same_time(crews: Callable[[int], WorkerPool]) -> None:
+def test_those_of_one_gpu_run_dry_in_turn_and_others_at_the_same_time(crews: Callable[[int], WorkerPool]) -> None:
     graph = small_graph()
     alike = clusters.kind(count=2, speed=1e9, bytes_per_s=1e9, launch_s=0.0)
     what = _laid_out(derive_rules(graph), clusters.cluster(alike, link=Link(1e-6, 1e9)))

@@ -16,7 +16,7 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.profiling import links
 from lopsided.profiling.links import ControlGroup, Fit, LinkSample, Talkers, fit_ways, fitted, line_through
 from lopsided.profiling.noise import BackgroundLoad
-from lopsided.profiling.overlap import measure_beside
+from lopsided.profiling.overlap import measure_overlap
 from tests.support import clusters
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_all_ranks_fit_the_same(crews: Callable[[int], WorkerPool]) -> None:
 
 
 def beside() -> tuple[float, float]:
-    found = measure_beside(talkers(), 2**20, 0.2)
+    found = measure_overlap(talkers(), 2**20, 0.2)
     return found.compute_slowdown, found.comm_slowdown
 
 

@@ -1,4 +1,4 @@
-"""A whole step is rehearsed where that can be done, and the calls add up to it. No times are asserted."""
+"""A whole step is run dry where that can be done, and the calls add up to it. No times are asserted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Link, Measured
 from lopsided.comm.communicator import Communicator
-from lopsided.comm.echo import LoneCommunicator
+from lopsided.comm.in_process import LoneCommunicator
 from lopsided.comm.redistribute import Redistributor
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.graph import Graph
@@ -29,7 +29,7 @@ from lopsided.models import zoo
 from lopsided.profiling import dry_run
 from lopsided.profiling import op_times as measure_ops
 from lopsided.profiling.dry_run import (
-    Rehearsal,
+    DryRun,
     alone_s,
     packing_of,
     predicted_s,
@@ -50,7 +50,7 @@ SIZES: dict[str, dict[str, int]] = {
     "gpt2": {"layers": 2, "width": 32, "heads": 4, "seq": 10, "vocab": 61, "batch": 6},
     "resnet50": {"width": 6, "image": 35, "classes": 7, "batch": 6},
     "bert-moe": {"layers": 1, "width": 24, "heads": 3, "seq": 11, "vocab": 61, "batch": 6},
-    "t5": {"batch": 6},
+    "t5": {"layers": 2, "width": 48, "heads": 3, "ffn": 80, "seq": 22, "target_seq": 14, "vocab": 61, "batch": 6},
 }
 
 
@@ -70,12 +70,12 @@ def measured(graph: Graph, *, call_s: float = 1e-3, overhead_s: float = 0.0, mem
     return clusters.cluster(*kinds, link=Link(0.0, 1e12))
 
 
-# A wire to nobody
+# A communicator without others
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("source", "to"), [(S(0), I), (P, I), (P, S(0)), (S(0), S(1)), (S(1), S(0)), (P, S(1))])
-def test_an_echo_answers_in_the_shapes_of_a_wire(source: Placement, to: Placement, rank: int) -> None:
+def test_an_echo_answers_in_the_shapes_of_a_communicator(source: Placement, to: Placement, rank: int) -> None:
     shares, shape = Shares((0.75, 0.25)), (8, 4)
     exchange = Redistributor(cast(Communicator, LoneCommunicator(rank, 2)), shares, Network(measured(graph_of("mlp"))))
 
@@ -130,10 +130,10 @@ def test_a_call_that_talks_has_seconds_of_its_own() -> None:
     for rank in range(2):
         assert expected_calls(talks, rank).measured_s > 1.1 * expected_calls(plain, rank).measured_s
         assert expected_calls(talks, rank).rest_s == pytest.approx(expected_calls(plain, rank).rest_s)
-    assert expected_calls(cast(Rehearsal, alone[0]), 0) == expected_calls(cast(Rehearsal, alone[1]), 0)
+    assert expected_calls(cast(DryRun, alone[0]), 0) == expected_calls(cast(DryRun, alone[1]), 0)
     norms = [node for node in graph.nodes if node.op.startswith("lopsided.batch_norm")]
     assert [expected_calls(one, 0).talking for one in (plain, talks)] == [0, 2 * len(norms)]
-    assert expected_calls(cast(Rehearsal, alone[1]), 0).talking == 0
+    assert expected_calls(cast(DryRun, alone[1]), 0).talking == 0
 
 
 def test_what_talking_takes_is_added_to_calls_that_talk() -> None:
@@ -224,12 +224,12 @@ def test_a_corrected_table_is_what_the_rank_found() -> None:
 
 def test_the_batch_stays_cut_however_cheap_it_is_to_send() -> None:
     graph = graph_of("mlp")
-    rehearsal = prepared(graph, measured(graph), 1e6)
-    assert rehearsal is not None
-    assert not [t for t in rehearsal.priced.schedule.transfers if not t.hides and t.whole_bytes > 8]
+    dry = prepared(graph, measured(graph), 1e6)
+    assert dry is not None
+    assert not [t for t in dry.priced.schedule.transfers if not t.hides and t.whole_bytes > 8]
 
 
-def test_what_does_not_fit_is_not_rehearsed() -> None:
+def test_what_does_not_fit_is_not_run_dry() -> None:
     graph = graph_of("mlp")
     assert prepared(graph, measured(graph), 1e6) is not None
     assert prepared(graph, measured(graph), 0.0) is None
@@ -257,23 +257,23 @@ def test_where_memory_is_short_it_is_as_if_there_were_more_devices() -> None:
 
 def test_alone_a_device_has_the_whole_batch_and_nobody_to_ask() -> None:
     graph = graph_of("resnet50")
-    rehearsal = prepared(graph, measured(graph), 1e6)
-    assert rehearsal is not None
-    assert [t for t in rehearsal.priced.schedule.transfers if not t.hides and t.whole_bytes > 8]
-    alone = [prepared_alone(rehearsal, rank, 1e6) for rank in range(2)]
+    dry = prepared(graph, measured(graph), 1e6)
+    assert dry is not None
+    assert [t for t in dry.priced.schedule.transfers if not t.hides and t.whole_bytes > 8]
+    alone = [prepared_alone(dry, rank, 1e6) for rank in range(2)]
     for rank, one in enumerate(alone):
-        assert isinstance(one, Rehearsal)
-        assert one.kind_of(0).name == rehearsal.kind_of(rank).name
+        assert isinstance(one, DryRun)
+        assert one.kind_of(0).name == dry.kind_of(rank).name
         assert one.shares.work == (1.0,)
         assert not one.priced.schedule.transfers
         assert {step.rule.how for step in one.program.steps} == {"plain"}
-        assert expected_calls(one, 0).all_s > expected_calls(rehearsal, rank).all_s
+        assert expected_calls(one, 0).all_s > expected_calls(dry, rank).all_s
         assert alone_s(one.play, 0, CPU, 0.0, time.perf_counter) is not None
         assert prepared_alone(one, 0, 1e6) is None
-    assert prepared_alone(rehearsal, 0, 0.0) is None
+    assert prepared_alone(dry, 0, 0.0) is None
 
 
-def test_what_was_hardly_measured_is_not_rehearsed() -> None:
+def test_what_was_hardly_measured_is_not_run_dry() -> None:
     graph = graph_of("mlp")
     cluster = measured(graph)
     unmeasured = tuple(replace(kind, measured=()) for kind in cluster.kinds)
@@ -281,7 +281,7 @@ def test_what_was_hardly_measured_is_not_rehearsed() -> None:
     assert prepared(graph, measured(graph, call_s=1e-9, overhead_s=1e-3), 1e6) is None
 
 
-def test_a_device_without_a_part_of_the_batch_is_not_rehearsed() -> None:
+def test_a_device_without_a_part_of_the_batch_is_not_run_dry() -> None:
     graph = graph_of("mlp")
     cluster = measured(graph)
     fast, slow = cluster.kinds
@@ -295,18 +295,18 @@ def test_a_device_without_a_part_of_the_batch_is_not_rehearsed() -> None:
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_steps_run_on_random_leaves(name: str, rank: int) -> None:
-    rehearsal = prepared(graph_of(name), measured(graph_of(name)), 1e6)
-    assert rehearsal is not None
-    seconds = alone_s(rehearsal.play, rank, CPU, 0.0, time.perf_counter)
+    dry = prepared(graph_of(name), measured(graph_of(name)), 1e6)
+    assert dry is not None
+    seconds = alone_s(dry.play, rank, CPU, 0.0, time.perf_counter)
     assert seconds is not None
     assert seconds > 0
 
 
 def test_a_graph_that_refuses_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsal = prepared(graph_of("gpt2"), measured(graph_of("gpt2")), 1e6)
-    assert rehearsal is not None
+    dry = prepared(graph_of("gpt2"), measured(graph_of("gpt2")), 1e6)
+    assert dry is not None
     monkeypatch.setattr(dry_run, "_below", lambda name, graph: 2**40)  # beyond every table
-    assert alone_s(rehearsal.play, 0, CPU, 0.0, time.perf_counter) is None
+    assert alone_s(dry.play, 0, CPU, 0.0, time.perf_counter) is None
 
 
 class Lookup(nn.Module):
@@ -331,7 +331,7 @@ def test_indices_suit_all_who_use_them() -> None:
 
 
 def take(graph: Graph, budget_s: float, refusing: int = -1) -> tuple[tuple[float, ...], Cluster]:
-    """In a worker. One rank may refuse to rehearse. Tables are made up: nothing is left to chance."""
+    """In a worker. One rank may refuse to run dry. Tables are made up: nothing is left to chance."""
     real = dry_run.alone_s
     if dist.get_rank() == refusing:
         dry_run.alone_s = lambda *_: None
@@ -358,22 +358,22 @@ def test_all_ranks_scale_or_none(crews: Callable[[int], WorkerPool]) -> None:
 
 
 def test_a_busy_moment_does_not_make_all_calls_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsal = prepared(graph_of("gpt2"), measured(graph_of("gpt2")), 1e6)
-    assert rehearsal is not None
-    step_s = 2 * expected_calls(rehearsal, 0).all_s
+    dry = prepared(graph_of("gpt2"), measured(graph_of("gpt2")), 1e6)
+    assert dry is not None
+    step_s = 2 * expected_calls(dry, 0).all_s
     now = {"slower": 1.15}
     monkeypatch.setattr(dry_run, "alone_s", lambda *_: now["slower"] * step_s)
-    looks = dry_run.StepTimings(rehearsal, CPU, ControlGroup(None), 1.0, 1e6)
+    looks = dry_run.StepTimings(dry, CPU, ControlGroup(None), 1.0, 1e6)
     looks.take(dry_run.LOOKS_BEFORE)
     now["slower"] = 1.0
     looks.take(dry_run.LOOKS_AFTER)
     told = looks.tell([])
-    right = ObservedCalls(0, Scope.CALLS, expected_calls(rehearsal, 0), step_s)
+    right = ObservedCalls(0, Scope.CALLS, expected_calls(dry, 0), step_s)
     assert told.observed[0].ratio == pytest.approx(right.ratio, rel=1e-5)
     assert {one.kind for one in told.observed} == {0}
 
 
-def test_several_graphs_are_not_rehearsed() -> None:
+def test_several_graphs_are_not_run_dry() -> None:
     found = take_measurement((graph_of("mlp"), graph_of("gpt2")), CPU, budget_s=0.5)
     assert found.rehearsed == ()
 
@@ -381,14 +381,14 @@ def test_several_graphs_are_not_rehearsed() -> None:
 # All together
 
 
-def test_hiding_is_rehearsed_in_bits_and_explained_by_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hiding_is_run_dry_in_bits_and_explained_by_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "_LEAST_BYTES", 1)
     graph = graph_of("gpt2")
     cluster = measured(graph)
     slow = replace(cluster, within=Link(1e-6, 5e6), between=Link(1e-6, 5e6), comm_slowdown=2.0)
-    rehearsal = prepared(graph, cluster, 1e6)
-    assert rehearsal is not None
-    hiding = prepared_hiding(rehearsal, slow, 1e6)
+    dry = prepared(graph, cluster, 1e6)
+    assert dry is not None
+    hiding = prepared_hiding(dry, slow, 1e6)
     assert hiding is not None
     assert hiding.bucket_bytes < BUCKET_BYTES
     stored = dict(hiding.program.leaves)
@@ -398,7 +398,7 @@ def test_hiding_is_rehearsed_in_bits_and_explained_by_packing(monkeypatch: pytes
     assert expected_s[0] < expected_s[2]
     assert packing_of(hiding, expected_s[1]) == pytest.approx(20.0, rel=0.01)
     assert packing_of(hiding, 0.0) == 1.0
-    assert prepared_hiding(rehearsal, slow, 1e-9) is None
+    assert prepared_hiding(dry, slow, 1e-9) is None
 
 
 def together(graph: Graph) -> tuple[float, float]:

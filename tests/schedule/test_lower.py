@@ -16,15 +16,14 @@ import lopsided
 from lopsided.ir.graph import Graph
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, R, S
-from lopsided.ir.program import Program, parse_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, parse_program
 from lopsided.models import zoo
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import FREE, Costs, Transfer, conversion, optimizer_named
 from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.pricing import Computed
 from lopsided.schedule.schedule import Decisions, Redistribute
-from lopsided.verification.random_programs import random_program
+from lopsided.verification.verifier import random_program
 from tests.support import ROOT
 from tests.support.clusters import cluster, kind
 from tests.support.jobs import book_of

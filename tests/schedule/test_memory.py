@@ -17,8 +17,7 @@ from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, R, S, Shares
-from lopsided.ir.program import Program, parse_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, parse_program
 from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.planner.baselines import stored_cut
@@ -32,7 +31,7 @@ from lopsided.schedule.memory import (
     saved_by,
     stored,
 )
-from lopsided.verification.random_programs import random_program, random_shares
+from lopsided.verification.verifier import random_program, random_shares
 from tests.support import ROOT, clusters
 from tests.support.jobs import book_of
 from tests.support.models import ByHand, example

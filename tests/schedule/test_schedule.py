@@ -26,7 +26,7 @@ from lopsided.schedule.schedule import (
     check_schedule,
     parse_schedule,
 )
-from lopsided.verification.random_programs import random_program
+from lopsided.verification.verifier import random_program
 from tests.executor.test_conformance import built
 from tests.support import ROOT
 from tests.support.jobs import book_of

@@ -17,13 +17,12 @@ import lopsided
 from lopsided.cluster.cluster import Cluster, Link
 from lopsided.cluster.collectives import Network
 from lopsided.ir.graph import Graph
-from lopsided.ir.program import parse_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import RuleBook, parse_program
 from lopsided.models import zoo
 from lopsided.schedule.cost import Affine, Costs, Scale, Transfer, optimizer_named, transfer_s
 from lopsided.schedule.schedule import BUCKET_BYTES
 from lopsided.schedule.timeline import NETWORK, Timeline, run
-from lopsided.verification.random_programs import random_program, random_shares
+from lopsided.verification.verifier import random_program, random_shares
 from tests.support import ROOT, clusters
 from tests.support.jobs import book_of
 from tests.support.schedules import ByHand, Flat, Work, lay_out, schedule_of

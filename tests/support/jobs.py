@@ -16,8 +16,7 @@ from lopsided.comm.world import meet
 from lopsided.ir.graph import Graph
 from lopsided.ir.graph_text import parse_graph
 from lopsided.ir.placement import Shares
-from lopsided.ir.program import Program, parse_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, parse_program
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
@@ -27,8 +26,8 @@ from lopsided.planner.search import search
 from lopsided.planner.search_cost import SharePrices
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.verification.random_programs import random_program
-from lopsided.verification.sameness import Sameness, compare_step, compare_training
+from lopsided.verification.on_processes import Sameness, compare_step, compare_training
+from lopsided.verification.verifier import random_program
 from tests.support.clusters import cluster, kind, kinds
 
 

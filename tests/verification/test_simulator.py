@@ -19,8 +19,7 @@ import lopsided
 from lopsided.errors import CaptureError, ProgramError, RuleError, SharesError
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, Placement, R, S, cut, join_pieces
-from lopsided.ir.program import Program, check_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, check_program
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.local_kernel import rule_pieces
 from lopsided.ops.op import Call

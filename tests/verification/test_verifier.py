@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import lopsided
 from lopsided import ops
 from lopsided.errors import ModelError, SharesError
-from lopsided.ir.dtypes import TOLERANCE
 from lopsided.ir.notation import Rule
+from lopsided.ir.op_call import TOLERANCE
 from lopsided.ir.placement import I, R, S
 from lopsided.models import by_name as models
 from lopsided.models import zoo
@@ -31,7 +31,7 @@ def said(found: Verification) -> str:
 
 @pytest.mark.parametrize("name", zoo.SMALL)
 def test_models_of_the_zoo(name: str, everything: bool) -> None:
-    programs = 100 if everything else 20
+    programs = 100 if everything else 10
     model, batch = models.load(zoo.SMALL[name])
     found = lopsided.verify(model, batch, shares=(0.5, 0.3, 0.2), programs=programs)
     assert found.passed, said(found)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from lopsided.errors import ProgramError
 from lopsided.ir.graph import Node
 from lopsided.ir.notation import Rule
-from lopsided.ir.program import Program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook
 from lopsided.planner.search.astar import TABLE_LIMIT, Progress, gap_of, solve
 from lopsided.planner.search.choices import Stores, Tables, choices
 from lopsided.planner.search.copies import Prices

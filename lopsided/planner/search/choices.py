@@ -21,12 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lopsided.errors import ProgramError
-from lopsided.ir.graph import Leaf, Node, Value, signature
+from lopsided.ir.graph import Leaf, Node, Value, reruns, retaken, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, Placement, R
-from lopsided.ir.program import Chain, Program, Step
-from lopsided.ir.recompute import reruns, retaken
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Chain, Program, RuleBook, Step
 from lopsided.planner.search.copies import (
     Needs,
     Price,

@@ -15,8 +15,7 @@ from lopsided.errors import ProgramError
 from lopsided.ir.graph import Graph, Leaf, Node, Ref, Value
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, Placement, R, S
-from lopsided.ir.program import Program, check_program
-from lopsided.ir.rule_book import RuleBook
+from lopsided.ir.program import Program, RuleBook, check_program
 from lopsided.models import zoo
 from lopsided.planner.search import search
 from lopsided.planner.search.choices import choices

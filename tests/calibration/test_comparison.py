@@ -8,8 +8,7 @@ from functools import cache
 
 import pytest
 
-from lopsided.calibration.comparison import confront, fraction_of
-from lopsided.calibration.feedback import calibrated_by
+from lopsided.calibration.comparison import calibrated_by, compare_run, fraction_of
 from lopsided.calibration.run_record import COMPUTE, NETWORK, OPTIMIZER, DeviceRun, Run, Span, StepRun
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
@@ -92,9 +91,9 @@ def busy(cluster: Cluster, plan: Plan) -> list[float]:
 def test_ops_take_what_the_run_saw(overhead_s: float) -> None:
     plan = plan_on(cluster_of(measured=measured_updates(), overhead_s=overhead_s))
     run = run_of(plan, lambda call: 3.0 if "linear" in call else 0.5)
-    before = confront(run)
+    before = compare_run(run)
     learnt_plan = replace(plan, on=calibrated_by(run).cluster, cluster=calibrated_by(run).cluster)
-    after = confront(replace(run, plan=learnt_plan))
+    after = compare_run(replace(run, plan=learnt_plan))
     for was, now in zip(before.busy, after.busy, strict=True):
         assert abs(was.error) > 0.2
         assert abs(now.error) < 0.05
