@@ -43,6 +43,7 @@ from lopsided.capturing.call import (
     the_loss,
 )
 from lopsided.capturing.diagnosis import explain, source_of
+from lopsided.capturing.eager_check import check_against_eager, fewer_rows
 from lopsided.capturing.export import assignments, export_flat, region_of
 from lopsided.capturing.functionalize import Functional
 from lopsided.capturing.reads import Reading, Reads
@@ -92,6 +93,7 @@ class Captured:
     returned: Returned
     has_loss: bool  # or else the sum of what is returned stands for one
     reads: Reads
+    traced: Graph  # with everything that forward does, also what nothing needs
 
 
 def capture_call(
@@ -107,6 +109,21 @@ def capture_call(
     else:
         whole = record_saved(whole)
     return replace(traced, graph=graph, whole=whole)
+
+
+def check_captured(model: nn.Module, batch: object, loss_fn: LossFn | None, captured: Captured) -> str:
+    """Refuse a graph that does not compute what the model does. Returns why nothing was compared, or ""."""
+    part = fewer_rows(model, batch, captured.traced)
+    if part is None:
+        return "it would take long here; `lopsided verify` compares it"
+    if part is not batch:
+        try:
+            captured = _traced(model, part, loss_fn, needs_loss=False)
+        except CaptureError:
+            return "it would take long here, and fewer rows are another model"
+    if not captured.has_loss:
+        loss_fn = lambda output, batch: stand_in(take_apart(output)[0])  # noqa: E731
+    return check_against_eager(model, part, loss_fn, captured.traced)
 
 
 def surrounding_autocast() -> str:
@@ -135,7 +152,7 @@ def _traced(model: nn.Module, batch: object, loss_fn: LossFn | None, *, needs_lo
     tracer = _Tracer(model, exported, list(tensors), wrapped.replaced)
     graph, names = tracer.graph()
     returned = Returned(names, wrapped.build, wrapped.loss_at)
-    return Captured(graph, graph, returned, wrapped.has_loss, wrapped.reading.reads)
+    return Captured(graph, graph, returned, wrapped.has_loss, wrapped.reading.reads, graph)
 
 
 def without_unused(graph: Graph, *, kept: Collection[str] = ()) -> Graph:
@@ -208,7 +225,7 @@ class _Step(nn.Module):
         self.has_loss = loss is not None
         self.loss_at = next((k for k, part in enumerate(parts) if part is loss), None)
         if loss is None:
-            loss = _stand_in(parts)
+            loss = stand_in(parts)
         return (loss.reshape(()) if loss.dim() else loss, *parts)
 
     def _loss(self, output: object, handed: Handed) -> Tensor | None:
@@ -223,7 +240,7 @@ class _Step(nn.Module):
         return found
 
 
-def _stand_in(parts: Sequence[Tensor]) -> Tensor:
+def stand_in(parts: Sequence[Tensor]) -> Tensor:
     """A scalar that depends on everything that has a gradient, where a loss would be."""
     sums = [part.float().sum() for part in parts if part.dtype.is_floating_point]
     if not sums:
@@ -521,6 +538,9 @@ class _Tracer:
         x, weight, bias, mean, var, training, momentum, eps, *_ = call.args
         if not (training and isinstance(mean, Ref) and isinstance(var, Ref)):
             return Ref(self.body.append(call, torch.ops.aten.batch_norm.default)[0])
+        if self.body.region and isinstance(momentum, float):
+            # Run again in the backward pass, torch moves the statistics by the same batch once more.
+            momentum *= 2 - momentum
         buffers = [self.body.value(name) for name in (mean.name, var.name)]
         changed = tuple(
             Value(self.fresh(f"{call.name}_{which}"), buffer.shape, buffer.dtype)

@@ -125,6 +125,7 @@ def _checkpoints_marked() -> Iterator[None]:
     function imported long before is still caught, since the hook is looked up when it is called.
     """
     hook: Any = checkpoint._checkpoint_hook
+    frame: Any = checkpoint._CheckpointFrame
     begun = open_now = 0
 
     class Marking(hook):  # type: ignore[misc]
@@ -145,7 +146,12 @@ def _checkpoints_marked() -> Iterator[None]:
             self.marks.close()
             return super().__exit__(*raised)
 
-    with patch.object(checkpoint, "_checkpoint_hook", Marking):
+    # Nothing is run again while tracing. A checkpoint inside another would hand its inputs to the outer one, which
+    # looks at them without gradients, and the trace would go on without.
+    with (
+        patch.object(checkpoint, "_checkpoint_hook", Marking),
+        patch.object(frame, "save_inputs", lambda self, *args: None, create=True),
+    ):
         yield
 
 

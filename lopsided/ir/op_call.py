@@ -116,6 +116,15 @@ def call_op(node: Node, operands: Sequence[Tensor], device: torch.device) -> Any
     return resolve_op(node.op)(*args, **kwargs)
 
 
+def run_graph(graph: Graph, values: dict[str, Tensor], device: torch.device) -> None:
+    """Run a graph op by op in its order: `values` has its leaves by name, and gets everything else."""
+    for node in graph.nodes:
+        with surroundings(node.context):
+            made = call_op(node, [values[name] for name in node.operands], device)
+        for value, tensor in zip(node.results, made if isinstance(made, tuple | list) else [made], strict=True):
+            values[value.name] = tensor
+
+
 def filled(node: Node, operands: Sequence[Tensor], device: torch.device) -> tuple[list[Any], dict[str, Any]]:
     """The node's arguments, with tensors in place of references in the order `Node.operands` lists them."""
     feed = iter(operands)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lopsided.capturing.call import Arguments, LossFn, in_form_of
-from lopsided.capturing.capture_graph import Captured, Returned, capture_call, surrounding_autocast
+from lopsided.capturing.capture_graph import Captured, Returned, capture_call, check_captured, surrounding_autocast
 from lopsided.capturing.reads import Reads
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
@@ -55,7 +55,7 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
 from lopsided.runtime import outputs, replicas
 from lopsided.runtime.adoption import Adopted, adopt
-from lopsided.runtime.agreement import agreed_plans, digest_of, in_group_order
+from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
 from lopsided.runtime.autotune import quickest
 from lopsided.runtime.buffers import Buffers
 from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
@@ -71,6 +71,7 @@ from lopsided.runtime.programs import CallProgram, Programs
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
 
+_COMPARED = "compared"
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
 
@@ -88,6 +89,7 @@ def parallelize(
     seed: int | None = None,
     timeout_s: float = TIMEOUT_S,
     check_every: int = CHECK_EVERY,
+    check_capture: bool = True,
     on_nan: str = "stop",
     bucket_bytes: int | None = None,
     measure_s: float = 20.0,
@@ -98,15 +100,21 @@ def parallelize(
 
     Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s`. If `tries` is more
     than 1, so many are made, each is run for some steps on random numbers, and the quickest is taken. The batch is an
-    example of the global batch, all devices together; only its shapes matter. A model built on `meta` is initialised
+    example of the global batch, all devices together. A model built on `meta` is initialised
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
-    for never. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the script decides. Gradients
-    and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
+    for never. With `check_capture`, one step of what was captured is first compared with one of the model as it is, on
+    the example batch or some rows of it. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the
+    script decides. Gradients and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
     """
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     progress("capturing the model")
     captured = capture_call(model, batch, loss_fn=loss_fn, needs_loss=False)
     graph = captured.graph
+    if check_capture:
+        progress("comparing what was captured with the model")
+        skipped = from_first(lambda: check_captured(model, batch, loss_fn, captured) or _COMPARED)
+        if skipped != _COMPARED:
+            progress(f"what was captured is not compared with the model: {skipped}")
     plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, progress)
     chosen = quickest(plans, where, timeout_s=timeout_s, progress=progress)[0] if tries > 1 else plans[0]
     world = meet(chosen, device=where)
@@ -635,7 +643,7 @@ def _step_is_done(pm: Parallel | None) -> None:
 
 def _of_loss_alone(graph: Graph) -> Captured:
     """A graph of which nothing but the loss is known to be returned."""
-    return Captured(graph, graph, Returned((), lambda _: None, None), True, Reads())
+    return Captured(graph, graph, Returned((), lambda _: None, None), True, Reads(), graph)
 
 
 class _StepEnd(torch.autograd.Function):

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lopsided.capturing.call import flatten_batch
+from lopsided.capturing.eager_check import tensors_of
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.in_process import run_ranks
 from lopsided.comm.redistribute import Redistributor
-from lopsided.errors import CaptureError
 from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
-from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares, check_shares, join_pieces, pieces_of, take_piece
 from lopsided.ir.program import Program, check_facts
 from lopsided.ops.simulated_devices import SeededRandomness
@@ -141,39 +139,3 @@ def _joined(program: Program, ranks: Sequence[_RankRun]) -> Simulation:
 def _spread(replicas: Sequence[Tensor]) -> float:
     """How far, relatively, values that should be equal are apart."""
     return max((relative_error(part, replicas[0]) for part in replicas[1:]), default=0.0)
-
-
-def tensors_of(graph: Graph, model: nn.Module, batch: object) -> dict[str, Tensor]:
-    """The tensor of every leaf, in the dtype the graph has it."""
-    inputs, _ = flatten_batch(batch)
-    where = next((p.device for p in model.parameters()), torch.device("cpu"))
-    found = {}
-    for leaf in graph.leaves:
-        tensor = _tensor(leaf, model, inputs)
-        if tuple(tensor.shape) != leaf.value.shape:
-            raise CaptureError(
-                f"{leaf.kind} {leaf.target} has shape {tuple(tensor.shape)}, "
-                f"the graph was captured with {leaf.value.shape}",
-                do="capture the model again with a batch of this shape",
-            )
-        if tensor.is_meta:
-            raise CaptureError(
-                f"{leaf.kind} {leaf.target} is on meta and has no elements",
-                do="build the model on a real device to run it",
-            )
-        found[leaf.value.name] = tensor.detach().to(where, leaf.value.torch_dtype)
-    return found
-
-
-def _tensor(leaf: Leaf, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    if leaf.kind == "constant":
-        return torch.tensor(leaf.data, dtype=leaf.value.torch_dtype).reshape(leaf.value.shape)
-    try:
-        if leaf.kind == "parameter":
-            return model.get_parameter(leaf.target)
-        return model.get_buffer(leaf.target) if leaf.kind == "buffer" else inputs[leaf.target]
-    except (AttributeError, KeyError):
-        raise CaptureError(
-            f"the {'batch' if leaf.kind == 'input' else 'model'} has no {leaf.kind} {leaf.target!r}",
-            do="use the model and batch the program was made for",
-        ) from None

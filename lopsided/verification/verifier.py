@@ -22,16 +22,17 @@ from torch import Tensor, nn
 
 from lopsided.capturing.call import LossFn, flatten_batch, in_form_of, loss_of
 from lopsided.capturing.capture_graph import check_model, trace, without_unused
+from lopsided.capturing.eager_check import tensors_of
 from lopsided.capturing.saved_tensors import record_saved
 from lopsided.errors import ModelError
 from lopsided.ir.graph import Graph, Value
 from lopsided.ir.notation import Rule
-from lopsided.ir.op_call import TOLERANCE, call_op, in_float64, surroundings
+from lopsided.ir.op_call import TOLERANCE, in_float64, run_graph
 from lopsided.ir.placement import I, P, Placement, R, check_shares
 from lopsided.ir.program import Chain, Program, RuleBook, Step, check_program, one_device
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.trial import relative_error
-from lopsided.verification.simulator import Simulation, simulate, tensors_of
+from lopsided.verification.simulator import Simulation, simulate
 
 _LARGE = 2_000_000  # parameters, from which on memory is looked at before anything is run
 
@@ -235,11 +236,7 @@ def _capture_error(graph: Graph, model: nn.Module, batch: object, loss_fn: LossF
     leaves = dict(values)
     where = next((value.device for value in values.values()), torch.device("cpu"))
     torch.manual_seed(seed)
-    for node in graph.nodes:
-        with surroundings(node.context):
-            made = call_op(node, [values[name] for name in node.operands], where)
-        for value, tensor in zip(node.results, made if isinstance(made, tuple | list) else [made], strict=True):
-            values[value.name] = tensor
+    run_graph(graph, values, where)
     if values[graph.loss].requires_grad:
         values[graph.loss].backward()
     found, expected = {}, {}

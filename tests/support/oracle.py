@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lopsided.capturing.eager_check import tensors_of
 from lopsided.ir.placement import AnyShares, I, Placement, Shares, check_shares, join_pieces
 from lopsided.ir.program import Chain, Program, Step
 from lopsided.ops.op import Call
 from lopsided.ops.simulated_devices import Parts, SeededRandomness, convert, move, run_rule
 from lopsided.ops.trial import relative_error
-from lopsided.verification.simulator import Simulation, tensors_of
+from lopsided.verification.simulator import Simulation
 
 
 def simulate_by_lists(
