@@ -68,7 +68,7 @@ class Choices:
     """The problem of one search, and what its variables stand for."""
 
     space: ChoiceSpace
-    layout: Layout
+    factor_graph: FactorGraph
     problem: Problem
     pricing: Pricing
 
@@ -79,7 +79,7 @@ class Choices:
     @property
     def complete(self) -> bool:
         """No set of copies was left out."""
-        return self.layout.complete
+        return self.factor_graph.complete
 
     def program(self, assignment: Assignment) -> Program:
         return _Writer(self, assignment).program()
@@ -161,7 +161,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FactorGraph:
     """Variables, and where which tables stand."""
 
     sizes: tuple[int, ...]
@@ -185,7 +185,7 @@ class ChoiceSpace:
     """What a search chooses from, whatever it costs: made once, and priced for every search.
 
     Prices matter in two ways only: which ops are cheap, and which conversions are free (`Pattern`). The former are
-    taken to be the same in all searches; of the latter there are few patterns, with a `Layout` each.
+    taken to be the same in all searches; of the latter there are few patterns, with a `FactorGraph` each.
     """
 
     def __init__(
@@ -218,17 +218,17 @@ class ChoiceSpace:
         self._sorts: dict[object, Value] = {
             (self.value_key(value), id(self.options[value.name])): value for value in self.shared
         }
-        self._layouts: dict[Pattern, Layout] = {}
+        self._factor_graphs: dict[Pattern, FactorGraph] = {}
 
     def priced(self, prices: Prices, conversions: Conversions | None = None) -> Choices:
         """The problem at these prices."""
         pricing = Pricing(self, prices, conversions or Conversions())
         free = {sort: self._free_conversions(value, pricing) for sort, value in self._sorts.items()}
         pattern = tuple(free.values())
-        if pattern not in self._layouts:
-            self._layouts[pattern] = _Builder(self, free).layout()
-        layout = self._layouts[pattern]
-        return Choices(self, layout, layout.problem(pricing), pricing)
+        if pattern not in self._factor_graphs:
+            self._factor_graphs[pattern] = _Builder(self, free).factor_graph()
+        factor_graph = self._factor_graphs[pattern]
+        return Choices(self, factor_graph, factor_graph.problem(pricing), pricing)
 
     @property
     def shared(self) -> list[Value]:
@@ -317,7 +317,7 @@ class _Builder:
         self.known_sets: dict[object, tuple[Needs, ...]] = {}
         self.complete = True
 
-    def layout(self) -> Layout:
+    def factor_graph(self) -> FactorGraph:
         space = self.space
         for leaf in space.graph.parameters:
             if leaf.value.name in space.options:
@@ -339,7 +339,7 @@ class _Builder:
                 users = space.consumers.get(value.name, ())
                 if value.name not in space.free and len(users) == 1:
                     self._hand_on(node, k, users[0])
-        return Layout(
+        return FactorGraph(
             tuple(self.sizes), tuple(self.places), tuple(self.recipes), self.rules, self.copies, self.complete
         )
 
@@ -459,7 +459,7 @@ class _Writer:
 
     def __init__(self, chosen: Choices, assignment: Assignment) -> None:
         self.space, self.pricing, self.graph = chosen.space, chosen.pricing, chosen.space.graph
-        self.rules = {name: menu[assignment[variable]] for name, (variable, menu) in chosen.layout.rules.items()}
+        self.rules = {name: menu[assignment[variable]] for name, (variable, menu) in chosen.factor_graph.rules.items()}
         self.needs: dict[str, dict[Placement, None]] = {}  # of every value, in the order they are met
         self.facts: dict[str, dict[Placement, None]] = {}
         self.trees: dict[str, Tree] = {}
