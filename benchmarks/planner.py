@@ -311,8 +311,8 @@ BY_KINDS = tuple(all_different(kinds) for kinds in (4, 8, 16, 32, 64))
 MANY: tuple[tuple[Case, tuple[Cluster | str, ...]], ...] = (
     (Case("bert", batch=256), BY_KINDS),
     (Case("bert", batch=2**14), (all_different(16, 8, 8), all_different(16, 78, 8))),
-    (Case("llama:layers=32", batch=128, dtype="bf16"), BY_KINDS[-1:]),
-    (Case("llama:layers=32", batch=2**14, dtype="bf16"), (all_different(16, 78, 8),)),
+    (Case("llama:layers=32", batch=64, dtype="bf16"), BY_KINDS[-1:]),
+    (Case("llama:layers=32", batch=2**13, dtype="bf16"), (all_different(16, 78, 8),)),
     (Case("gpt2:layers=96", batch=256), ("mixed-1024",)),
     (LLAMA, ("mixed-1024",)),
 )

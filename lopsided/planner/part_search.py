@@ -27,7 +27,7 @@ _ROUNDS = 2  # of search and balance in turn, after the first from a seed
 _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
 _HALVINGS = 3  # of what lies between them
 _ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
-_FAR = 1.3  # times the best step: a part whose first candidate takes longer is left at that
+_FAR = 1.15  # times the best step: a part whose first candidate takes longer is left at that
 _CLOSE = 1.1  # times the best step: a part whose first seed led to more has no others
 
 Turns = dict[tuple[Shares, Hidden], Candidate]  # what a turn of search and balance came to, by what it began with

@@ -9,6 +9,8 @@ predicted slower than any of them.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +31,6 @@ from lopsided.ir.program import Program, RuleBook, check_program, parse_program
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.ablation import ADDITIONS, DEVICES, SEGMENTS, Belief, additions_named, beliefs, fewer_rules
 from lopsided.planner.candidates import BETTER, Candidate, Limits, memory_limits
-from lopsided.planner.estimate import StepEstimate
 from lopsided.planner.part_search import PartSearch
 from lopsided.planner.pins import limits_of
 from lopsided.planner.plan_data import INTERRUPTED, Baseline, Breakdown, Plan, SearchReport
@@ -52,6 +53,9 @@ ABOUT = {
     "single": "everything on the fastest device",
     "dp-part": "data parallelism on the devices of this plan, shares by speed",
 }
+
+_YOUNG_OBJECTS = 100_000
+"""So many new objects are made before the collector looks at them while a plan is made; 700 are Python's own."""
 
 
 def plan(
@@ -175,6 +179,18 @@ class _Task:
         return limits_of(rules, self.pins, self.started + self.time_limit_s)
 
 
+@contextlib.contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Planning makes millions of small objects, hardly any in cycles: the collector would take a third of its time."""
+    usual = gc.get_threshold()
+    gc.set_threshold(max(usual[0], _YOUNG_OBJECTS) if usual[0] else 0, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
+@_collecting_rarely()
 def _planned(task: _Task, cluster: Cluster, most: int = 1) -> tuple[Plan, ...]:
     """The best plan, and the best of other sorts, so many in all at the most."""
     pool = task.pool()
@@ -211,23 +227,54 @@ def _planned(task: _Task, cluster: Cluster, most: int = 1) -> tuple[Plan, ...]:
 
 
 def _promising(pool: CandidatePool, cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, and the parts of it that may be faster.
+    """The cluster and the parts of it that may be faster, the most promising first: their steps bound the others'.
 
-    Most devices of many kinds do as all of them do, and are left out where an estimate says so.
+    Most devices of many kinds do as all of them do: such parts come after the cluster, and are left out where an
+    estimate says so. Parts with most memory are tried where the cluster turned out to be short of it.
     """
-    yield cluster
+    many = len(cluster.kinds) > FEW_KINDS
+    quick = [*parts(cluster, pool.dtype, by_memory=False)]
+    yield from _searchable(
+        pool, cluster, [cluster, *(part for part in quick if not (many and _has_most(part, cluster)))]
+    )
     best = pool.of_part.get(cluster.fingerprint)
-    short = best is None or pool.learned[cluster.fingerprint].memory_price > 0
-    estimate: StepEstimate | None = None
-    for part in parts(cluster, pool.dtype, by_memory=short):
-        if not pool.is_promising(part):
-            continue
-        if best is not None and len(cluster.kinds) > FEW_KINDS and 2 * part.devices > cluster.devices:
-            estimate = estimate or pool.estimate(best)
-            all_s, part_s = (estimate.on(on, memory_limits(on)).step_s for on in (cluster, part))
-            if best.step_s * part_s >= all_s * pool.chosen.step_s * BETTER:
-                continue
-        yield part
+    later = [part for part in quick if many and _has_most(part, cluster)]
+    if best is None or pool.learned[cluster.fingerprint].memory_price > 0:
+        known = {part.fingerprint for part in quick}
+        later += [part for part in parts(cluster, pool.dtype) if part.fingerprint not in known]
+    if best is not None and later:
+        estimate = pool.estimate(best)
+        all_s = estimate.on(cluster, memory_limits(cluster)).step_s
+        bar_s = all_s * pool.chosen.step_s / best.step_s * BETTER
+        later = [
+            part
+            for part in later
+            if not (many and _has_most(part, cluster)) or estimate.on(part, memory_limits(part)).step_s < bar_s
+        ]
+    yield from _searchable(pool, cluster, later)
+
+
+def _has_most(part: Cluster, cluster: Cluster) -> bool:
+    return 2 * part.devices > cluster.devices
+
+
+def _searchable(pool: CandidatePool, cluster: Cluster, places: Sequence[Cluster]) -> Iterator[Cluster]:
+    """Those on which a search may lead to something."""
+    for part in _ranked(pool, cluster, places):
+        if pool.is_promising(part):
+            yield part
+
+
+def _ranked(pool: CandidatePool, cluster: Cluster, places: Sequence[Cluster]) -> list[Cluster]:
+    """In the order in which the classics are estimated to be quick on them; those first on which one of them fits."""
+    if len(places) < 2:
+        return [*places]
+    estimates = [pool.estimate(one) for one in pool.plain_on(cluster)]
+
+    def promise(part: Cluster) -> tuple[bool, float]:
+        return min((not made.fits, made.step_s) for made in (one.on(part, memory_limits(part)) for one in estimates))
+
+    return sorted(places, key=promise)
 
 
 def _judge_known(pool: CandidatePool, known: Plan, cluster: Cluster) -> None:

@@ -45,10 +45,10 @@ from lopsided.planner.candidates import (
     stored_in,
 )
 from lopsided.planner.estimate import StepEstimate
-from lopsided.planner.search import Found, Progress, Tables, search
+from lopsided.planner.search import ChoiceSpace, Conversions, Found, Progress, search
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, RulePrices, Saves, SharePrices
 from lopsided.planner.segments import found_segments
-from lopsided.schedule.cost import Costs, Optimizer, Scale
+from lopsided.schedule.cost import Calls, Costs, Optimizer, Scale
 from lopsided.schedule.critical_path import FoldedStep
 from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.memory import Holding, bytes_per_kind, check_fits, holdings
@@ -71,7 +71,7 @@ class AtShares:
 
     scale: Scale
     rules: RulePrices = field(default_factory=dict)
-    conversions: Tables = field(default_factory=dict)
+    conversions: Conversions = field(default_factory=Conversions)
 
 
 class CandidatePool:
@@ -104,8 +104,8 @@ class CandidatePool:
         self.log: list[str] = []
         self.interrupted = False
         self.fewest_devices = 1  # a plan may use
+        self._calls = Calls(graph)
         self._costs: dict[str, Costs] = {}
-        self._ideal: dict[str, float] = {}
         self._laid: dict[tuple[str, int, bool, int], LoweredCandidate] = {}
         self._lowered: dict[tuple[int, bool, int], Schedule] = {}
         self._held: dict[tuple[int, bool, int, int], tuple[Program, tuple[Holding, ...]]] = {}
@@ -113,6 +113,7 @@ class CandidatePool:
         self._working: dict[str, np.ndarray] = {}
         self._saved: Saves = {}
         self._at: dict[tuple[str, Shares], AtShares] = {}
+        self._space: ChoiceSpace | None = None  # of the book and the limits
 
     @property
     def chosen(self) -> Candidate:
@@ -134,7 +135,7 @@ class CandidatePool:
     def costs(self, on: Cluster) -> Costs:
         key = on.fingerprint
         if key not in self._costs:
-            self._costs[key] = Costs(self.graph, on, self.optimizer)
+            self._costs[key] = Costs(self.graph, on, self.optimizer, self._calls)
         return self._costs[key]
 
     def judge(
@@ -275,7 +276,13 @@ class CandidatePool:
         """This pool, searching another rule book of the same graph from now on."""
         self.book, self.limits = book, limits
         self._at.clear()
+        self._space = None
         return self
+
+    def plain_on(self, on: Cluster) -> list[Candidate]:
+        """Data parallelism, and ZeRO that holds least, with shares by speed."""
+        shares = self.by_speed(on)
+        return [self.judge(name, on, program, shares, regather) for name, program, regather in self.plain[::2]]
 
     def plain_balanced(self, on: Cluster) -> Iterator[Candidate]:
         """Data parallelism and ZeRO with the best shares for them, each sent in what suits it best."""
@@ -309,11 +316,17 @@ class CandidatePool:
             saves=self._saved,
             rules=at.rules,
         )
+        if allowed is not None:
+            space = ChoiceSpace(self.book, prices, stores=self.limits.stores, allowed=allowed)
+        else:
+            space = self._space or ChoiceSpace(
+                self.book, prices, stores=self.limits.stores, allowed=self.limits.allowed
+            )
+            self._space = space
         found = search(
             self.book,
             prices,
-            stores=self.limits.stores,
-            allowed=self.limits.allowed if allowed is None else allowed,
+            space=space,
             conversions=at.conversions,
             time_limit_s=self.limits.left_s,
             progress=self.progress,
@@ -492,7 +505,7 @@ class CandidatePool:
         if key not in self._working:
             nowhere = Link(0.0, 1.0)
             alone = Cluster("one", "", (replace(kind, nodes=1, count=1),), nowhere, nowhere)
-            costs = Costs(self.graph, alone, self.optimizer)
+            costs = Costs(self.graph, alone, self.optimizer, self._calls)
             seconds = []
             for node in self.graph.nodes:
                 whole = costs.op(node, Rule((I,) * len(node.operands), (I,) * len(node.results)))

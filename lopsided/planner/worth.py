@@ -21,6 +21,7 @@ from lopsided.planner.search_cost import NOTHING_HIDDEN
 
 _TURNS = 3  # of taking devices away: each time that finds a better plan
 _FEW_GROUPS = 4  # of devices that are alike: what is left without one is planned anew
+_CLOSE = 1.1  # times the step found without a device: on a cluster that takes longer with it, none is looked for
 _TRIES = 4  # of what is estimated to be faster, or not to fit, in one turn
 
 Worth = tuple[dict[str, float], dict[str, float]]
@@ -73,16 +74,24 @@ class _Without:
         """The step when one of these is gone; infinite if the model then fits nowhere."""
         if self._is_idle(alike):
             return self.best.step_s
+        found_s = math.inf
         # What is left of the devices in use, and of all: an idle one may step in.
         wholes = [self.best.on, self.cluster] if self._left_over(alike[0]) else [self.cluster]
-        left = [shrink(whole, alike[0]) for whole in wholes]
-        made: list[Candidate | None] = []
-        for part in {part.fingerprint: part for part in left}.values():
-            shares = self.pool.by_speed(part)
-            search = PartSearch(self.pool, part, self.learned)
-            made += [search.fitting("without", shares, search.hidden or NOTHING_HIDDEN), self._rebalanced(part)]
-            if made[-1] is None:
-                made += self.pool.plain_balanced(part)
+        for whole in {whole.fingerprint: whole for whole in wholes}.values():
+            known = self.pool.of_part.get(whole.fingerprint)
+            if known is None or known.step_s < _CLOSE * found_s:
+                found_s = min(found_s, self._step_s(shrink(whole, alike[0])))
+        return found_s
+
+    def _step_s(self, part: Cluster) -> float:
+        """The best that is made there at the prices that led to the best plan, and of its program."""
+        search = PartSearch(self.pool, part, self.learned)
+        made = [
+            search.fitting("without", self.pool.by_speed(part), search.hidden or NOTHING_HIDDEN),
+            self._rebalanced(part),
+        ]
+        if made[-1] is None:
+            made += self.pool.plain_balanced(part)
         return min((one.step_s for one in made if one is not None and one.fits), default=math.inf)
 
     def _rebalanced(self, part: Cluster) -> Candidate | None:

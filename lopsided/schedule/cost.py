@@ -252,29 +252,15 @@ def update_call(optimizer: str, dtype: str) -> str:
 # Ops
 
 
-class Costs:
-    """Prices of everything a program can be made of, on one cluster with one optimizer. Remembers what it priced."""
+class Calls:
+    """The calls of a graph: which are alike, and what they have to do, on whatever cluster. Remembers its answers."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, optimizer: Optimizer) -> None:
-        self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
-        self.network = Network(cluster)
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
         self.reruns = reruns(graph)
-        self.overheads = tuple(kind.overhead_s for kind in cluster.kinds)
-        # Seconds in which a byte that is sent is read and written once more, to lie beside others or in its place. A
-        # device whose process only gives orders (a GPU) does that at a speed at which it does not count.
-        # Unless somebody saw that it does.
-        counts = [bool(kind.overhead_s) or cluster.packing > 1 for kind in cluster.kinds]
-        self.packing = tuple(
-            cluster.packing * 2 / kind.bytes_per_s if one else 0.0
-            for kind, one in zip(cluster.kinds, counts, strict=True)
-        )
-        self._total: dict[str, float] = {}  # FLOP/s of all devices together, by dtype
-        self._tables: tuple[dict[str, Measured], ...] = tuple({m.call: m for m in k.measured} for k in cluster.kinds)
         self._numbers: dict[object, int] = {}  # of signatures
         self._number_of: dict[str, int] = {}
         self._works: dict[int, Work] = {}
-        self._ops: dict[tuple[int, Rule], OpCost] = {}
-        self._updates: dict[tuple[int, str, bool], tuple[Affine, ...]] = {}
 
     def number(self, node: Node) -> int:
         """A number for what the call is: the same for calls with equal signatures that are recomputed alike."""
@@ -289,15 +275,50 @@ class Costs:
         number = self.number(node)
         work = self._works.get(number)
         if work is None:
-            work = self._works[number] = work_of(self._call(node))
+            work = self._works[number] = work_of(self.call(node))
         return work
+
+    def call(self, node: Node) -> Call:
+        return Call(node, tuple(self.graph.values[name] for name in node.operands))
+
+
+class Costs:
+    """Prices of everything a program can be made of, on one cluster with one optimizer. Remembers what it priced.
+
+    Costs of the same graph on several clusters may have the `calls` in common.
+    """
+
+    def __init__(self, graph: Graph, cluster: Cluster, optimizer: Optimizer, calls: Calls | None = None) -> None:
+        self.graph, self.cluster, self.optimizer = graph, cluster, optimizer
+        self.network = Network(cluster)
+        self.calls = calls or Calls(graph)
+        self.overheads = tuple(kind.overhead_s for kind in cluster.kinds)
+        # Seconds in which a byte that is sent is read and written once more, to lie beside others or in its place. A
+        # device whose process only gives orders (a GPU) does that at a speed at which it does not count.
+        # Unless somebody saw that it does.
+        counts = [bool(kind.overhead_s) or cluster.packing > 1 for kind in cluster.kinds]
+        self.packing = tuple(
+            cluster.packing * 2 / kind.bytes_per_s if one else 0.0
+            for kind, one in zip(cluster.kinds, counts, strict=True)
+        )
+        self._total: dict[str, float] = {}  # FLOP/s of all devices together, by dtype
+        self._tables: tuple[dict[str, Measured], ...] = tuple({m.call: m for m in k.measured} for k in cluster.kinds)
+        self._ops: dict[tuple[int, Rule], OpCost] = {}
+        self._updates: dict[tuple[int, str, bool], tuple[Affine, ...]] = {}
+
+    def number(self, node: Node) -> int:
+        """A number for what the call is (`Calls.number`)."""
+        return self.calls.number(node)
+
+    def work(self, node: Node) -> Work:
+        return self.calls.work(node)
 
     def op(self, node: Node, rule: Rule) -> OpCost:
         """What a node costs under a rule, whatever the shares."""
         key = (self.number(node), rule)
         cost = self._ops.get(key)
         if cost is None:
-            cost = self._ops[key] = self._price(self._call(node), self.work(node), rule)
+            cost = self._ops[key] = self._price(self.calls.call(node), self.work(node), rule)
         return cost
 
     def update(self, leaf: Leaf, placement: Placement) -> tuple[Affine, ...]:
@@ -322,9 +343,6 @@ class Costs:
             return pieces if is_cut else Affine(pieces.at(1.0), 0.0)
         moving, launch = self.optimizer.passes * size / kind.bytes_per_s, kind.launch_s / _TENSORS_PER_LAUNCH
         return Affine(launch, moving) if is_cut else Affine(launch + moving, 0.0)
-
-    def _call(self, node: Node) -> Call:
-        return Call(node, tuple(self.graph.values[name] for name in node.operands))
 
     def _price(self, call: Call, work: Work, rule: Rule) -> OpCost:
         cut = rule_cut(call, rule)
@@ -357,7 +375,7 @@ class Costs:
             if any(value.grad for value in call.node.results):
                 backward = [_later(affine, extra) for affine, extra in zip(backward, self.overheads, strict=True)]
         talks, back_talks = _sent_by(call, rule)
-        forwards = 2 if call.node.name in self.reruns else 1
+        forwards = 2 if call.node.name in self.calls.reruns else 1
         return OpCost(tuple(forward), tuple(backward), cut, talks, back_talks, forwards)
 
     def _roofline(

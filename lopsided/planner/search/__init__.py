@@ -17,11 +17,10 @@ from lopsided.ir.graph import Node
 from lopsided.ir.notation import Rule
 from lopsided.ir.program import Program, RuleBook
 from lopsided.planner.search.astar import TABLE_LIMIT, Progress, gap_of, solve
-from lopsided.planner.search.choices import Stores, Tables, choices
+from lopsided.planner.search.choices import ChoiceSpace, Conversions, Stores
 from lopsided.planner.search.copies import Prices
-from lopsided.planner.search.reduction import SolvedRegions
 
-__all__ = ["Found", "Prices", "Progress", "SolvedRegions", "Tables", "gap_of", "search"]
+__all__ = ["ChoiceSpace", "Conversions", "Found", "Prices", "Progress", "gap_of", "search"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +49,25 @@ def search(
     allowed: Callable[[Node, Rule], bool] = lambda node, rule: True,
     reduce: bool = True,
     remember: bool = True,
-    conversions: Tables | None = None,
+    space: ChoiceSpace | None = None,
+    conversions: Conversions | None = None,
     time_limit_s: float = math.inf,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Found:
-    """The cheapest program of the book. With `reduce` off everything is left to A*, for those who have the time."""
+    """The cheapest program of the book. With `reduce` off everything is left to A*, for those who have the time.
+
+    Searches of one book, with the same `stores` and `allowed`, have a `space` in common, which remembers what does not
+    depend on prices. Those with the same shares on the same devices have `conversions` in common, too.
+    """
     started = time.perf_counter()
-    chosen = choices(book, prices, stores=stores, allowed=allowed, conversions=conversions)
+    space = space or ChoiceSpace(book, prices, stores=stores, allowed=allowed)
+    chosen = space.priced(prices, conversions)
     built_s = time.perf_counter() - started
     solution = solve(
         chosen.problem,
         limit=TABLE_LIMIT if reduce else 1,
         remember=remember,
+        known=space.eliminations,
         time_limit_s=max(time_limit_s - built_s, 0.0),
         progress=progress,
     )

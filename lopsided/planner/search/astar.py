@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lopsided.planner.search.problem import Assignment, Factor, Problem
-from lopsided.planner.search.reduction import EliminationBucket, Reduction, SolvedRegions, reduce_problem
+from lopsided.planner.search.problem import Assignment, Problem, Table
+from lopsided.planner.search.reduction import EliminationBucket, Eliminations, Place, Reduction, reduce_problem
 
 TABLE_LIMIT = 1 << 20  # entries: 8 MB; a larger table costs more time than the search it saves
 
@@ -72,11 +72,14 @@ def solve(
     *,
     limit: int = TABLE_LIMIT,
     remember: bool = True,
-    memory: SolvedRegions | None = None,
+    known: Eliminations | None = None,
     time_limit_s: float = math.inf,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Solution:
-    """The cheapest assignment; `limit=1` switches reduction off, `remember=False` its memory."""
+    """The cheapest assignment; `limit=1` switches reduction off, `remember=False` its memory.
+
+    `known` is what problems with the same tables in the same places were found to have in common.
+    """
     started = time.perf_counter()
 
     def seconds() -> float:
@@ -85,7 +88,8 @@ def solve(
     reduction = reduce_problem(
         problem,
         limit=limit,
-        memory=(memory or SolvedRegions.empty()) if remember else None,
+        remember=remember,
+        known=known,
         out_of_time=lambda: seconds() > time_limit_s,
     )
     search = _Search(problem, reduction)
@@ -120,7 +124,7 @@ class _Search:
     """The tree of partial assignments."""
 
     def __init__(self, problem: Problem, reduction: Reduction) -> None:
-        self.buckets = reduction.buckets
+        self.buckets, self.tables = reduction.buckets, reduction.tables
         # Levels count down from the bucket folded last; those above `branching` may need several tries.
         split = [k for k, bucket in enumerate(self.buckets) if not bucket.is_exact]
         self.branching = len(self.buckets) - split[0] if split else 0
@@ -128,25 +132,26 @@ class _Search:
         self.root = _State(reduction.bound, len(self.buckets), {})
         self.states = 0
         self.contexts = self._contexts()
+        self._descents: dict[tuple[int, tuple[int, ...]], tuple[int, float]] = {}
 
     def _contexts(self) -> dict[int, tuple[int, ...]]:
         """For each level that may branch: the assigned variables that buckets below still look at."""
         seen: set[int] = set()
         contexts: dict[int, tuple[int, ...]] = {0: ()}
         for k, bucket in enumerate(self.buckets):
-            seen.update(w for factor in (*bucket.factors, *bucket.folded) for w in factor.scope)
+            seen.update(bucket.others)
             seen.discard(bucket.variable)
             if k + 1 >= self.lowest:
                 contexts[k + 1] = tuple(sorted(seen))
         return contexts
 
-    def rises(self, bucket: EliminationBucket, choices: dict[int, int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def rises(self, bucket: EliminationBucket, choices: dict[int, int]) -> Table:
         """How much f rises with each choice of the bucket's variable."""
-        total: np.ndarray[tuple[int], np.dtype[np.float64]] | None = None
-        for factor in bucket.factors:
-            part = factor.table[tuple(slice(None) if w == bucket.variable else choices[w] for w in factor.scope)]
+        total: Table | None = None
+        for scope, number in bucket.factors:
+            part = self.tables[number][tuple(slice(None) if w == bucket.variable else choices[w] for w in scope)]
             total = part if total is None else total + part
-        folded = sum(_value(factor, choices) for factor in bucket.folded)
+        folded = sum(self._value(place, choices) for place in bucket.folded)
         if total is None:
             return np.zeros(1)
         return np.maximum(total - folded, 0.0) if math.isfinite(folded) else np.full(len(total), math.inf)
@@ -155,10 +160,14 @@ class _Search:
         """Down to a whole assignment by the best choice at every level."""
         choices, f = dict(state.choices), state.f
         for bucket in reversed(self.buckets[: state.level]):
-            rises = self.rises(bucket, choices)
-            choice = int(rises.argmin())
-            choices[bucket.variable] = choice
-            f += float(rises[choice])
+            # Equal layers are equal choices after what is chosen around them.
+            key = (bucket.kind, tuple([choices[w] for w in bucket.others]))
+            if key not in self._descents:
+                rises = self.rises(bucket, choices)
+                choice = int(rises.argmin())
+                self._descents[key] = choice, float(rises[choice])
+            choices[bucket.variable], rise = self._descents[key]
+            f += rise
         return _State(f, 0, choices)
 
     def children(self, state: _State) -> list[_State]:
@@ -171,9 +180,9 @@ class _Search:
             if math.isfinite(rise)
         ]
 
-
-def _value(factor: Factor, choices: dict[int, int]) -> float:
-    return float(factor.table[tuple(choices[w] for w in factor.scope)])
+    def _value(self, place: Place, choices: dict[int, int]) -> float:
+        scope, number = place
+        return float(self.tables[number][tuple(choices[w] for w in scope)])
 
 
 def _expand(

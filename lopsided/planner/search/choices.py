@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, Placement, R
 from lopsided.ir.program import Chain, Program, RuleBook, Step
 from lopsided.planner.search.copies import (
+    Free,
     Needs,
     Price,
     Prices,
@@ -37,52 +39,58 @@ from lopsided.planner.search.copies import (
     price_of,
 )
 from lopsided.planner.search.problem import Assignment, Factor, Problem, Table
+from lopsided.planner.search.reduction import Eliminations
 
 _MOST_SETS = 512  # of copies of one value; beyond, only sets of at most `_MOST_COPIES` are considered
 _MOST_COPIES = 3
+_T = TypeVar("_T")
 _ANY_VALUE = frozenset({I, R, P})  # placements that need no dim to cut
+
+
+Stores = Callable[[Leaf], tuple[Placement, ...]]
+Allowed = Callable[[Node, Rule], bool]
+Pattern = tuple[Free, ...]
+"""For every sort of value of which copies are made, the conversions that cost nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversions:
+    """What depends on the prices of activations' conversions alone: for the next search with the same of these."""
+
+    tables: dict[object, Table] = field(default_factory=dict)
+    trees: dict[object, Trees] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The problem, and what its variables stand for."""
+    """The problem of one search, and what its variables stand for."""
 
-    book: RuleBook
+    space: ChoiceSpace
+    factor_graph: FactorGraph
     problem: Problem
-    rules: Mapping[str, tuple[int, tuple[Rule, ...]]]  # node → its variable and what it chooses from
-    copies: Mapping[str, tuple[int, tuple[Needs, ...]]]  # value → its variable and what it chooses from
-    stores: Mapping[str, tuple[Placement, ...]]  # parameter → how it may be stored
-    free: frozenset[str]  # values to be had in any placement
-    prices: Prices
-    trees: Callable[[Value], Trees]  # of a value that is not free
-    complete: bool  # no set of copies was left out
+    pricing: Pricing
+
+    @property
+    def free(self) -> frozenset[str]:
+        return self.space.free
+
+    @property
+    def complete(self) -> bool:
+        """No set of copies was left out."""
+        return self.factor_graph.complete
 
     def program(self, assignment: Assignment) -> Program:
         return _Writer(self, assignment).program()
 
 
-Stores = Callable[[Leaf], tuple[Placement, ...]]
-Tables = dict[object, Table]  # by what they were made of
-
-
 def choices(
-    book: RuleBook,
-    prices: Prices,
-    *,
-    stores: Stores | None = None,
-    allowed: Callable[[Node, Rule], bool] = lambda node, rule: True,
-    conversions: Tables | None = None,
+    book: RuleBook, prices: Prices, *, stores: Stores | None = None, allowed: Allowed = lambda node, rule: True
 ) -> Choices:
-    """The problem of a rule book. `stores` and `allowed` narrow it: how parameters are kept, which rules are used.
-
-    `conversions` keeps tables that depend on the prices of activations' conversions alone, for the next search with
-    the same of these.
-    """
-    keep = {} if conversions is None else conversions
-    return _Builder(book, prices, stores or (lambda leaf: book.leaves[leaf.value.name]), allowed, keep).build()
+    """The problem of a rule book. `stores` and `allowed` narrow it: how parameters are kept, which rules are used."""
+    return ChoiceSpace(book, prices, stores=stores, allowed=allowed).priced(prices)
 
 
-def free_values(book: RuleBook, prices: Prices, allowed: Callable[[Node, Rule], bool]) -> frozenset[str]:
+def free_values(book: RuleBook, prices: Prices, allowed: Allowed) -> frozenset[str]:
     """Inputs, fixed values, and what follows from them by cheap ops without a gradient, however they are run."""
     graph = book.graph
     free = {leaf.value.name for leaf in graph.leaves if leaf.kind != "parameter"} | set(graph.fixed)
@@ -97,273 +105,348 @@ def free_values(book: RuleBook, prices: Prices, allowed: Callable[[Node, Rule], 
     return frozenset(free)
 
 
-class _Builder:
+# Prices
+
+
+class Pricing:
+    """What copies cost in one search. Equal values are asked for once."""
+
+    def __init__(self, space: ChoiceSpace, prices: Prices, conversions: Conversions) -> None:
+        self.space, self.prices, self.conversions = space, prices, conversions
+        self._prices: dict[object, Price] = {}
+        self._trees: dict[object, Trees] = {}
+
+    def price(self, value: Value) -> Price:
+        key = self.space.value_key(value)
+        price = self._prices.get(key)
+        if price is None:
+            price = self._prices[key] = price_of(value, self.space.leaves.get(value.name), self.prices)
+        return price
+
+    def trees(self, value: Value) -> Trees:
+        """The ways to have copies of a value that is not free."""
+        placements = self.space.placements[value.name]
+        key = (self.space.value_key(value), placements)
+        known = self._trees if value.name in self.space.leaves else self.conversions.trees
+        trees = known.get(key)
+        if trees is None:
+            trees = known[key] = Trees(placements, self.price(value))
+        return trees
+
+    def fetched(self, leaf: Leaf, needs: Needs) -> tuple[float, Placement]:
+        """What a parameter costs that is used in these placements, and how it is stored then."""
+        stores = self.space.stores[leaf.value.name]
+        return cheapest_store(leaf, stores, needs, self.prices, self.trees(leaf.value))
+
+
+Make = Callable[[Pricing], Table]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a table is made. A key names everything but prices that it depends on."""
+
+    key: object
+    make: Make
+    lasts: bool  # it depends on the prices of activations' conversions alone
+
+    def table(self, pricing: Pricing) -> Table:
+        known = pricing.conversions.tables if self.lasts else {}
+        table = known.get(self.key)
+        if table is None:
+            table = known[self.key] = self.make(pricing)
+        return table
+
+
+@dataclass(frozen=True)
+class FactorGraph:
+    """Variables, and where which tables stand."""
+
+    sizes: tuple[int, ...]
+    places: tuple[tuple[tuple[int, ...], int], ...]  # variables, and the number of the table
+    recipes: tuple[Recipe, ...]
+    rules: Mapping[str, tuple[int, tuple[Rule, ...]]]  # node → its variable and what it chooses from
+    copies: Mapping[str, tuple[int, tuple[Needs, ...]]]  # value → its variable and what it chooses from
+    complete: bool
+
+    def problem(self, pricing: Pricing) -> Problem:
+        tables = [recipe.table(pricing) for recipe in self.recipes]
+        # What costs nothing, whatever is chosen, ties nothing together.
+        counts = [table.ndim == 1 or bool(table.any()) for table in tables]
+        return Problem(self.sizes, tuple(Factor(scope, tables[k]) for scope, k in self.places if counts[k]))
+
+
+# What there is to choose from
+
+
+class ChoiceSpace:
+    """What a search chooses from, whatever it costs: made once, and priced for every search.
+
+    Prices matter in two ways only: which ops are cheap, and which conversions are free (`Pattern`). The former are
+    taken to be the same in all searches; of the latter there are few patterns, with a `FactorGraph` each.
+    """
+
     def __init__(
         self,
         book: RuleBook,
         prices: Prices,
-        stores: Stores,
-        allowed: Callable[[Node, Rule], bool],
-        conversions: Tables,
+        *,
+        stores: Stores | None = None,
+        allowed: Allowed = lambda node, rule: True,
     ) -> None:
-        self.book, self.graph, self.prices = book, book.graph, prices
-        self.reruns = reruns(self.graph)
-        self.retaken = retaken(self.graph)
-        self.stores, self.allowed = stores, allowed
+        self.book, self.graph = book, book.graph
+        self.eliminations: Eliminations = {}
         self.free = free_values(book, prices, allowed)
         self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
-        self.sizes: list[int] = []
-        self.factors: list[Factor] = []
-        self.known: Tables = {}  # equal ones are one object
-        self.conversions = conversions
-        self.menus: dict[object, tuple[Rule, ...]] = {}
-        self.signatures: dict[str, int] = {}
-        self.known_sets: dict[object, tuple[Needs, ...]] = {}
-        self.numbers: dict[object, int] = {}  # of signatures: short keys
-        self.kept_stores: dict[str, tuple[Placement, ...]] = {}
-        self.placements: dict[str, Needs] = {}  # that copies of each value can have
-        self.known_trees: dict[object, Trees] = {}
-        self.complete = True
+        self.stores = {
+            leaf.value.name: stores(leaf) if stores else book.leaves[leaf.value.name] for leaf in self.graph.parameters
+        }
+        self.nodes = [node for node in self.graph.nodes if any(value.name not in self.free for value in node.results)]
+        self._retaken = retaken(self.graph)
+        self._value_keys: dict[str, object] = {}
+        self._equal: dict[object, object] = {}  # one object for equal ones, which is a shorter key
+        self.signatures = self._signatures()
+        self.menus = {node.name: self._menu(node, allowed) for node in self.nodes}
+        self.placements = self._placements()
+        self.consumers = self._consumers()
+        self.options: dict[str, tuple[tuple[Needs, ...], ...]] = {}  # of the values that several take
+        for name, users in self.consumers.items():
+            if name not in self.free and len(users) > 1:
+                self.options[name] = self.same(tuple(self.needs(user, name) for user in users))
+        self._sorts: dict[object, Value] = {
+            (self.value_key(value), id(self.options[value.name])): value for value in self.shared
+        }
+        self._factor_graphs: dict[Pattern, FactorGraph] = {}
 
-    def build(self) -> Choices:
-        graph = self.graph
-        nodes = [node for node in graph.nodes if any(value.name not in self.free for value in node.results)]
-        consumers = self._consumers(nodes)
-        shared = {name for name, users in consumers.items() if name not in self.free and len(users) > 1}
-        rules: dict[str, tuple[int, tuple[Rule, ...]]] = {}
-        copies: dict[str, tuple[int, tuple[Needs, ...]]] = {}
-        for node in nodes:
-            key = (signature(node, graph.values), self.reruns.get(node.name))
-            self.signatures[node.name] = self.numbers.setdefault(key, len(self.numbers))
-        menus = {node.name: self._menu(node) for node in nodes}
-        for leaf in graph.parameters:
-            self.kept_stores[leaf.value.name] = self.stores(leaf)
-        self._collect_placements(nodes, menus)
-        for leaf in graph.parameters:
-            if leaf.value.name in shared:
-                self._add_shared(leaf.value, consumers, menus, copies)
-                self._leaf_factor(leaf, copies[leaf.value.name])
-        for node in nodes:
-            menu = menus[node.name]
-            variable = self._variable(len(menu))
-            rules[node.name] = (variable, menu)
-            self._node_factor(node, menu, variable, shared)
-            for name in dict.fromkeys(node.operands):
-                if name in copies:
-                    self._use_factor(node, menu, variable, name, copies[name])
-            for k, value in enumerate(node.results):
-                if value.name in self.free:
-                    continue
-                if value.name in shared:
-                    self._add_shared(value, consumers, menus, copies)
-                    self._make_factor(node, k, menu, variable, copies[value.name])
-        for node in nodes:
-            for k, value in enumerate(node.results):
-                users = consumers.get(value.name, ())
-                if value.name not in self.free and len(users) == 1:
-                    self._hand_on(node, k, rules, users[0])
-        return Choices(
-            self.book,
-            Problem(tuple(self.sizes), tuple(self.factors)),
-            rules,
-            copies,
-            self.kept_stores,
-            self.free,
-            self.prices,
-            self.trees,
-            self.complete,
-        )
+    def priced(self, prices: Prices, conversions: Conversions | None = None) -> Choices:
+        """The problem at these prices."""
+        pricing = Pricing(self, prices, conversions or Conversions())
+        free = {sort: self._free_conversions(value, pricing) for sort, value in self._sorts.items()}
+        pattern = tuple(free.values())
+        if pattern not in self._factor_graphs:
+            self._factor_graphs[pattern] = _Builder(self, free).factor_graph()
+        factor_graph = self._factor_graphs[pattern]
+        return Choices(self, factor_graph, factor_graph.problem(pricing), pricing)
 
-    def _variable(self, size: int) -> int:
-        self.sizes.append(size)
-        return len(self.sizes) - 1
+    @property
+    def shared(self) -> list[Value]:
+        return [self.graph.values[name] for name in self.options]
 
-    def _factor(self, scope: tuple[int, ...], key: object, make: Callable[[], Table], tables: Tables) -> None:
-        table = tables.get(key)
-        if table is None:
-            table = tables[key] = make()
-        if table.ndim > 1 and not table.any():
-            return
-        self.factors.append(Factor(scope, table))
+    def _free_conversions(self, value: Value, pricing: Pricing) -> Free:
+        price, known = pricing.price(value), copies_of(self.options[value.name])
+        return frozenset((p, q) for p in known for q in known if price(p, q) == 0)
 
-    def _consumers(self, nodes: Sequence[Node]) -> dict[str, list[Node | None]]:
-        """Who takes each value; None stands for an end of the graph, where a value must be `I`."""
-        users: dict[str, list[Node | None]] = {}
-        for node in nodes:
-            for name in dict.fromkeys(node.operands):
-                users.setdefault(name, []).append(node)
-        for name in dict.fromkeys((self.graph.loss, *(name for _, name in self.graph.updates))):
-            users.setdefault(name, []).append(None)
-        return users
+    def same(self, one: _T) -> _T:
+        return cast(_T, self._equal.setdefault(one, one))
 
-    def _menu(self, node: Node) -> tuple[Rule, ...]:
-        rules = self.book.rules[node.name]
-        menu = tuple(rule for rule in rules if self.allowed(node, rule))
+    def value_key(self, value: Value) -> object:
+        """The same object for values that are equal but for their names."""
+        key = self._value_keys.get(value.name)
+        if key is None:
+            again = value.name in self._retaken
+            key = (value.shape, value.dtype, value.grad, again, value.name in self.leaves, self.stores.get(value.name))
+            self._value_keys[value.name] = key = self.same(key)
+        return key
+
+    def _signatures(self) -> dict[str, int]:
+        numbers: dict[object, int] = {}
+        again = reruns(self.graph)
+        keys = {node.name: (signature(node, self.graph.values), again.get(node.name)) for node in self.nodes}
+        return {name: numbers.setdefault(key, len(numbers)) for name, key in keys.items()}
+
+    def _menu(self, node: Node, allowed: Allowed) -> tuple[Rule, ...]:
+        menu = tuple(rule for rule in self.book.rules[node.name] if allowed(node, rule))
         if not menu:
             raise ProgramError(
                 f"no rule of {node.op} is left to choose from",
                 where=f"%{node.name}, {node.source}",
                 do="pin less",
             )
-        # One object for equal menus, so that it can be a key.
-        return self.menus.setdefault(menu, menu)
+        return self.same(menu)
 
-    # Tables. A key names everything a table depends on.
+    def _consumers(self) -> dict[str, list[Node | None]]:
+        """Who takes each value; None stands for an end of the graph, where a value must be `I`."""
+        users: dict[str, list[Node | None]] = {}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.operands):
+                users.setdefault(name, []).append(node)
+        for name in dict.fromkeys((self.graph.loss, *(name for _, name in self.graph.updates))):
+            users.setdefault(name, []).append(None)
+        return users
 
-    def _needs(self, user: Node | None, name: str, menu: tuple[Rule, ...] | None) -> tuple[Needs, ...]:
+    def needs(self, user: Node | None, name: str) -> tuple[Needs, ...]:
         """For each rule of the consumer, the placements it takes the value in."""
-        if user is None or menu is None:
+        if user is None:
             return (frozenset({I}),)
         slots = [k for k, operand in enumerate(user.operands) if operand == name]
-        return tuple(frozenset(rule.needs[k] for k in slots) for rule in menu)
+        return self.same(tuple(frozenset([rule.needs[k] for k in slots]) for rule in self.menus[user.name]))
 
-    def _price(self, value: Value) -> Price:
-        return price_of(value, self.leaves.get(value.name), self.prices)
-
-    def _collect_placements(self, nodes: Sequence[Node], menus: Mapping[str, tuple[Rule, ...]]) -> None:
+    def _placements(self) -> dict[str, Needs]:
         """What copies may be made by way of: the cuts that rules know, and what any value can be."""
-        found = self.placements
+        found = {name: _ANY_VALUE.union(stores) for name, stores in self.stores.items()}
         met: dict[int, list[Needs]] = {}  # of a menu: the operands' placements, then the results'
-        for name, stores in self.kept_stores.items():
-            found[name] = _ANY_VALUE.union(stores)
-        for node in nodes:
-            menu = menus[node.name]
+        for node in self.nodes:
+            menu = self.menus[node.name]
             if id(menu) not in met:
                 columns = zip(*((*rule.needs, *rule.gives) for rule in menu), strict=True)
                 met[id(menu)] = [frozenset(column) for column in columns]
             names = (*node.operands, *(value.name for value in node.results))
             for name, placements in zip(names, met[id(menu)], strict=True):
                 found[name] = found.get(name, _ANY_VALUE) | placements
+        return found
 
-    def trees(self, value: Value) -> Trees:
-        """One object for equal values, so that prices are asked for once."""
-        placements = self.placements[value.name]
-        key = (self._value_key(value), placements)
-        trees = self.known_trees.get(key)
-        if trees is None:
-            trees = self.known_trees[key] = Trees(placements, self._price(value))
-        return trees
 
-    def _node_factor(self, node: Node, menu: tuple[Rule, ...], variable: int, shared: set[str]) -> None:
+def copies_of(options: Sequence[tuple[Needs, ...]]) -> list[Placement]:
+    """Everything that some consumer takes."""
+    return sorted({p for option in options for needs in option for p in needs})
+
+
+class _Builder:
+    """Variables and tables of a space, where these conversions are free."""
+
+    def __init__(self, space: ChoiceSpace, free: Mapping[object, Free]) -> None:
+        self.space, self.free_conversions = space, free
+        self.sizes: list[int] = []
+        self.places: list[tuple[tuple[int, ...], int]] = []
+        self.numbers: dict[object, int] = {}  # of tables, by their keys
+        self.recipes: list[Recipe] = []
+        self.rules: dict[str, tuple[int, tuple[Rule, ...]]] = {}
+        self.copies: dict[str, tuple[int, tuple[Needs, ...]]] = {}
+        self.known_sets: dict[object, tuple[Needs, ...]] = {}
+        self.complete = True
+
+    def factor_graph(self) -> FactorGraph:
+        space = self.space
+        for leaf in space.graph.parameters:
+            if leaf.value.name in space.options:
+                self._add_shared(leaf.value)
+                self._leaf_factor(leaf)
+        for node in space.nodes:
+            menu = space.menus[node.name]
+            self.rules[node.name] = (self._variable(len(menu)), menu)
+            self._node_factor(node)
+            for name in dict.fromkeys(node.operands):
+                if name in self.copies:
+                    self._use_factor(node, name)
+            for k, value in enumerate(node.results):
+                if value.name in space.options:
+                    self._add_shared(value)
+                    self._make_factor(node, k)
+        for node in space.nodes:
+            for k, value in enumerate(node.results):
+                users = space.consumers.get(value.name, ())
+                if value.name not in space.free and len(users) == 1:
+                    self._hand_on(node, k, users[0])
+        return FactorGraph(
+            tuple(self.sizes), tuple(self.places), tuple(self.recipes), self.rules, self.copies, self.complete
+        )
+
+    def _variable(self, size: int) -> int:
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def _factor(self, scope: tuple[int, ...], key: object, make: Make, *, lasts: bool) -> None:
+        number = self.numbers.get(key)
+        if number is None:
+            number = self.numbers[key] = len(self.recipes)
+            self.recipes.append(Recipe(key, make, lasts))
+        self.places.append((scope, number))
+
+    # Tables
+
+    def _node_factor(self, node: Node) -> None:
         """What each rule costs by itself, with its own parameters fetched the cheapest way."""
+        space, (variable, menu) = self.space, self.rules[node.name]
         own = [
-            self.leaves[name]
+            space.leaves[name]
             for name in dict.fromkeys(node.operands)
-            if name in self.leaves and name not in self.free and name not in shared
+            if name in space.leaves and name not in space.free and name not in space.options
         ]
-        slots = [[k for k, name in enumerate(node.operands) if name == leaf.value.name] for leaf in own]
-        kept = tuple(self.kept_stores[leaf.value.name] for leaf in own)
-        key = ("node", self.signatures[node.name], id(menu), kept, tuple(map(tuple, slots)))
+        slots = tuple(tuple(k for k, name in enumerate(node.operands) if name == leaf.value.name) for leaf in own)
+        stores = tuple(space.stores[leaf.value.name] for leaf in own)
 
-        def make() -> Table:
-            table = np.array([self.prices.rule(node, rule) for rule in menu])
+        def make(pricing: Pricing) -> Table:
+            table = np.array([pricing.prices.rule(node, rule) for rule in menu])
             for leaf, places in zip(own, slots, strict=True):
-                fetched = {
-                    needs: self.fetched(leaf, needs)[0]
-                    for needs in {frozenset(rule.needs[k] for k in places) for rule in menu}
-                }
-                table = table + [fetched[frozenset(rule.needs[k] for k in places)] for rule in menu]
+                wanted = [frozenset(rule.needs[k] for k in places) for rule in menu]
+                fetched = {needs: pricing.fetched(leaf, needs)[0] for needs in set(wanted)}
+                table = table + [fetched[needs] for needs in wanted]
             return table
 
-        self._factor((variable,), key, make, self.known)
+        self._factor((variable,), ("node", space.signatures[node.name], id(menu), stores, slots), make, lasts=False)
 
-    def fetched(self, leaf: Leaf, needs: Needs) -> tuple[float, Placement]:
-        return cheapest_store(leaf, self.kept_stores[leaf.value.name], needs, self.prices, self.trees(leaf.value))
-
-    def _add_shared(
-        self,
-        value: Value,
-        consumers: Mapping[str, Sequence[Node | None]],
-        menus: Mapping[str, tuple[Rule, ...]],
-        copies: dict[str, tuple[int, tuple[Needs, ...]]],
-    ) -> None:
+    def _add_shared(self, value: Value) -> None:
         """A variable for the copies of a value that several consumers take."""
-        options = [
-            self._needs(user, value.name, menus[user.name] if user is not None else None)
-            for user in consumers[value.name]
-        ]
-        key = ("copies", self._value_key(value), tuple(dict.fromkeys(options)), len(options))
-        sets = self.known_sets.get(key)
-        if sets is None:
-            sets = self.known_sets[key] = self._sets_of_copies(value, options)
-        copies[value.name] = (self._variable(len(sets)), sets)
+        options = self.space.options[value.name]
+        key = (self.space.value_key(value), id(options))
+        if key not in self.known_sets:
+            self.known_sets[key] = self.space.same(self._sets_of_copies(options, self.free_conversions[key]))
+        sets = self.known_sets[key]
+        self.copies[value.name] = (self._variable(len(sets)), sets)
 
-    def _value_key(self, value: Value) -> object:
-        leaf = self.leaves.get(value.name)
-        again = value.name in self.retaken
-        return (value.shape, value.dtype, value.grad, again, self.kept_stores.get(value.name) if leaf else None)
-
-    def _sets_of_copies(self, value: Value, options: Sequence[tuple[Needs, ...]]) -> tuple[Needs, ...]:
+    def _sets_of_copies(self, options: Sequence[tuple[Needs, ...]], free: Free) -> tuple[Needs, ...]:
         """Every union of one choice per consumer, closed; consumers with equal choices are worth at most one each."""
-        price = self._price(value)
-        known = sorted({p for option in options for needs in option for p in needs})
+        known = copies_of(options)
         sets: dict[Needs, None] = {frozenset(): None}
         for option in options:
             distinct = list(dict.fromkeys(option))
-            grown = {closure(have | needs, known, price): None for have in sets for needs in distinct}
+            grown = {closure(have | needs, known, free): None for have in sets for needs in distinct}
             if len(grown) > _MOST_SETS:
                 self.complete = False
-                grown = {s: None for s in grown if len(generators(s, price)) <= _MOST_COPIES}
+                grown = {s: None for s in grown if len(generators(s, free)) <= _MOST_COPIES}
             if grown.keys() == sets.keys():
                 # One more consumer of the same sort changes nothing any more.
                 continue
             sets = grown
         return tuple(sorted(sets, key=lambda s: (len(s), sorted(s))))
 
-    def _leaf_factor(self, leaf: Leaf, copies: tuple[int, tuple[Needs, ...]]) -> None:
-        variable, sets = copies
-        key = ("leaf", self._value_key(leaf.value), self.placements[leaf.value.name], sets)
+    def _leaf_factor(self, leaf: Leaf) -> None:
+        variable, sets = self.copies[leaf.value.name]
+        key = ("leaf", self.space.value_key(leaf.value), self.space.placements[leaf.value.name], sets)
 
-        def make() -> Table:
-            return np.array([self.fetched(leaf, needs)[0] for needs in sets])
+        def make(pricing: Pricing) -> Table:
+            return np.array([pricing.fetched(leaf, needs)[0] for needs in sets])
 
-        self._factor((variable,), key, make, self.known)
+        self._factor((variable,), key, make, lasts=False)
 
-    def _use_factor(
-        self, node: Node, menu: tuple[Rule, ...], variable: int, name: str, copies: tuple[int, tuple[Needs, ...]]
-    ) -> None:
+    def _use_factor(self, node: Node, name: str) -> None:
         """No price: a rule may only take what is there."""
-        shared, sets = copies
-        needs = self._needs(node, name, menu)
-        key = ("use", sets, needs)
+        (variable, _), (shared, sets) = self.rules[node.name], self.copies[name]
+        needs = self.space.needs(node, name)
 
-        def make() -> Table:
+        def make(pricing: Pricing) -> Table:
             return np.array([[0.0 if need <= have else math.inf for need in needs] for have in sets])
 
         # A leaf's variable and a result's variable both come before their consumers'.
-        self._factor((shared, variable), key, make, self.conversions)
+        self._factor((shared, variable), ("use", sets, needs), make, lasts=True)
 
-    def _make_factor(
-        self, node: Node, k: int, menu: tuple[Rule, ...], variable: int, copies: tuple[int, tuple[Needs, ...]]
-    ) -> None:
-        shared, sets = copies
+    def _make_factor(self, node: Node, k: int) -> None:
         value = node.results[k]
+        (variable, menu), (shared, sets) = self.rules[node.name], self.copies[value.name]
         gives = tuple(rule.gives[k] for rule in menu)
-        key = ("make", self._value_key(value), self.placements[value.name], sets, gives)
+        key = ("make", self.space.value_key(value), self.space.placements[value.name], sets, gives)
 
-        def make() -> Table:
-            trees = self.trees(value)
+        def make(pricing: Pricing) -> Table:
+            trees = pricing.trees(value)
             return np.array([trees.prices(gives, copies) for copies in sets]).T
 
-        self._factor((variable, shared), key, make, self.conversions)
+        self._factor((variable, shared), key, make, lasts=True)
 
-    def _hand_on(
-        self, node: Node, k: int, rules: Mapping[str, tuple[int, tuple[Rule, ...]]], user: Node | None
-    ) -> None:
+    def _hand_on(self, node: Node, k: int, user: Node | None) -> None:
         """A value with one consumer: the price of every pair of rules."""
         value = node.results[k]
-        variable, menu = rules[node.name]
+        variable, menu = self.rules[node.name]
         gives = tuple(rule.gives[k] for rule in menu)
-        taker = rules[user.name] if user is not None else None
-        needs = self._needs(user, value.name, taker[1] if taker is not None else None)
-        key = ("hand on", self._value_key(value), gives, needs, user is None)
+        needs = self.space.needs(user, value.name)
+        key = ("hand on", self.space.value_key(value), gives, needs, user is None)
 
-        def make() -> Table:
-            trees = self.trees(value)
-            table = np.array([trees.prices(gives, need) for need in needs]).T
+        def make(pricing: Pricing) -> Table:
+            trees = pricing.trees(value)
+            table: Table = np.array([trees.prices(gives, need) for need in needs]).T
             return table[:, 0] if user is None else table
 
-        self._factor((variable,) if taker is None else (variable, taker[0]), key, make, self.conversions)
+        scope = (variable,) if user is None else (variable, self.rules[user.name][0])
+        self._factor(scope, key, make, lasts=True)
 
 
 # The way back
@@ -373,8 +456,8 @@ class _Writer:
     """An assignment as a program."""
 
     def __init__(self, chosen: Choices, assignment: Assignment) -> None:
-        self.chosen, self.graph = chosen, chosen.book.graph
-        self.rules = {name: menu[assignment[variable]] for name, (variable, menu) in chosen.rules.items()}
+        self.space, self.pricing, self.graph = chosen.space, chosen.pricing, chosen.space.graph
+        self.rules = {name: menu[assignment[variable]] for name, (variable, menu) in chosen.factor_graph.rules.items()}
         self.needs: dict[str, dict[Placement, None]] = {}  # of every value, in the order they are met
         self.facts: dict[str, dict[Placement, None]] = {}
         self.trees: dict[str, Tree] = {}
@@ -414,7 +497,7 @@ class _Writer:
         whole = Rule((I,) * len(node.operands), (I,) * len(node.results))
         if node.name in self.graph.fixed or any(len(w) > 1 or not all(p.is_shard for p in w) for w in wanted):
             return whole
-        for rule in self.chosen.book.rules[node.name]:
+        for rule in self.space.book.rules[node.name]:
             suits = all(not w or w[0] == give for w, give in zip(wanted, rule.gives, strict=True))
             if suits and rule.how == "plain" and any(wanted):
                 return rule
@@ -423,19 +506,18 @@ class _Writer:
     def _stored(self, leaf: Leaf) -> Placement:
         needs = frozenset(self.needs.get(leaf.value.name, ()))
         if leaf.kind == "parameter":
-            stores = self.chosen.stores[leaf.value.name]
-            return cheapest_store(leaf, stores, needs, self.chosen.prices, self.chosen.trees(leaf.value))[1]
+            return self.pricing.fetched(leaf, needs)[1]
         only = next(iter(needs)) if len(needs) == 1 else I
         return only if leaf.kind == "input" and only.is_shard else I
 
     def _have(self, value: Value, placement: Placement) -> None:
         self.facts[value.name] = {placement: None}
         needs = self.needs.get(value.name, {})
-        if value.name in self.chosen.free:
+        if value.name in self.space.free:
             # Held whole it is cut for nothing; held cut it is taken as it is.
             self.trees[value.name] = dict.fromkeys(needs, placement)
         elif needs.keys() - {placement}:
-            self.trees[value.name] = self.chosen.trees(value).tree(placement, needs)
+            self.trees[value.name] = self.pricing.trees(value).tree(placement, needs)
 
     def _chain(self, name: str, need: Placement) -> Chain:
         """From a copy that is there to the one that is needed; what is made on the way stays."""

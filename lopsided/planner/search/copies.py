@@ -71,11 +71,14 @@ def price_of(value: Value, leaf: Leaf | None, prices: Prices) -> Price:
     return price
 
 
-def closure(placements: Iterable[Placement], known: Sequence[Placement], price: Price) -> Needs:
+Free = frozenset[tuple[Placement, Placement]]  # conversions that cost nothing
+
+
+def closure(placements: Iterable[Placement], known: Sequence[Placement], free: Free) -> Needs:
     """The placements together with those of `known` that follow from them for nothing."""
     have = set(placements)
     while True:
-        more = {p for p in known if p not in have and any(price(q, p) == 0 for q in have)}
+        more = {p for p in known if p not in have and any((q, p) in free for q in have)}
         if not more:
             return frozenset(have)
         have |= more
@@ -105,6 +108,7 @@ class Trees:
         )
         self._is_free = (self._ways == 0).tolist()
         self._known: dict[tuple[int, ...], _Array] = {}
+        self._known_trees: dict[tuple[Placement, Needs], Tree] = {}
 
     def prices(self, starts: Iterable[Placement], wanted: Needs) -> list[float]:
         """Of having all `wanted` from each of the starts."""
@@ -113,6 +117,12 @@ class Trees:
 
     def tree(self, start: Placement, wanted: Iterable[Placement]) -> Tree:
         """What each copy is made from, those on the way among them."""
+        key = (start, frozenset(wanted))
+        if key not in self._known_trees:
+            self._known_trees[key] = self._tree(*key)
+        return self._known_trees[key]
+
+    def _tree(self, start: Placement, wanted: Needs) -> Tree:
         made: dict[int, int] = {}
         root = self._number[start]
 
@@ -183,9 +193,9 @@ def _parts(targets: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[in
             yield (first, *more), tuple(target for target in others if target not in more)
 
 
-def generators(placements: Needs, price: Price) -> list[Placement]:
+def generators(placements: Needs, free: Free) -> list[Placement]:
     """The placements of a closed set that none of the others gives for nothing."""
-    return [p for p in placements if not any(price(q, p) == 0 for q in placements if q != p)]
+    return [p for p in placements if not any((q, p) in free for q in placements if q != p)]
 
 
 def cheapest_store(
