@@ -10,12 +10,13 @@ it does not need; the model is used up by it.
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ from lopsided.ir.program import Program, parse_program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
 from lopsided.runtime import replicas
-from lopsided.runtime.adoption import Adopted, adopt, replaced
+from lopsided.runtime.adoption import Adopted, adopt, replaced, wrapped
 from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
 from lopsided.runtime.autotune import quickest
 from lopsided.runtime.buffers import Buffers
@@ -63,6 +64,7 @@ from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.modes import program_for
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.parameter_hooks import ParameterHooks
+from lopsided.runtime.piece_tensors import plain
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
@@ -175,8 +177,6 @@ class Parallel(nn.Module):
         self.watch = Watchdog(world, default_store(), timeout_s, side=self._side)
         weakref.finalize(self, self.watch.stop)
         self.wire = Communicator(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
-        # In a tuple, so that it does not become a submodule: its children are ours.
-        self._model = (model,)
         self.pieces = self._take_pieces(model, init, seed)
         self._modes: dict[Mode, Executor] = {}
         self._constant_tensors: dict[int, Tensor] = {}
@@ -185,12 +185,7 @@ class Parallel(nn.Module):
         self._last_loss = LastLoss(self._here(), on_nan)
         if self.wire is not None:
             self._exchange = Redistributor(self.wire, self.shares, network)
-            self._gradients = Gradients(self._exchange)
-            # Weakly: a module that nobody needs is gone at once, and its watch with it.
-            this = weakref.ref(self)
-            hooks = ParameterHooks(self._adopted.by_name)
-            self._gradients.on_begin = hooks.begin
-            self._gradients.on_finish = lambda: _pass_is_done(this(), hooks)
+            self._gradients = self._collector()
         self.recording: Recording | None = None
         self.training = model.training
         self._every_module = list(self.modules())
@@ -211,14 +206,47 @@ class Parallel(nn.Module):
         needed = {leaf.target for leaf in self._graph.leaves if leaf.kind == "buffer"}
         local = initialise(model, pieces, self.world.device, init=init, seed=seed, needed=needed)
         before = dict(model.named_parameters(remove_duplicate=False))
-        adopt(model, pieces, local)
+        adopt(model, pieces, local, self.wire, partial(self.watch.call, bystanders=False))
         hand_over(before, dict(model.named_parameters(remove_duplicate=False)))
+        self._hold(model, pieces)
+        return pieces
+
+    def _collector(self) -> Gradients:
+        made = Gradients(self._exchange)
+        # Weakly: a module that nobody needs is gone at once, and its watch with it.
+        this = weakref.ref(self)
+        hooks = ParameterHooks(self._adopted.by_name)
+        made.on_begin = hooks.begin
+        made.on_finish = lambda: _pass_is_done(this(), hooks)
+        return made
+
+    def _hold(self, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+        """Take over the submodules, parameters and buffers of a model whose parameters are pieces."""
+        # In a tuple, so that it does not become a submodule: its children are ours.
+        self._model = (model,)
         self._modules.update(model._modules)
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
         self._adopted = Adopted(self, pieces, model)
-        return pieces
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+        """The same pieces with values of their own, on the same processes: for averages of weights. All ranks copy."""
+        made = Parallel.__new__(Parallel)
+        nn.Module.__init__(made)
+        made.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
+        made._copied_from = (self,)  # which keeps watch for both
+        made.training = self.training
+        made._hold(copy.deepcopy(self._model[0], memo), self.pieces)
+        made._modes, made._optimizers, made.recording = {}, [], None
+        made._last_loss = copy.copy(self._last_loss)
+        if self.wire is not None:
+            made._gradients = made._collector()
+        made._every_module = list(made.modules())
+        made._buffers_by_name = Buffers(made)
+        watch_optimizers(made)
+        memo[id(self)] = made
+        return made
 
     def _here(self) -> str:
         return f"rank {self.world.rank}"
@@ -347,7 +375,7 @@ class Parallel(nn.Module):
         for leaf in program.graph.leaves:
             name = leaf.value.name
             if leaf.kind == "parameter":
-                found[name] = self._adopted.by_name[leaf.target]
+                found[name] = plain(self._adopted.by_name[leaf.target])
             elif leaf.kind == "buffer":
                 found[name] = kept[leaf.target] if leaf.target in kept else self._buffers_by_name[leaf.target]
             elif leaf.kind == "constant":
@@ -494,6 +522,21 @@ class Parallel(nn.Module):
             replicas.check(self, optimizer)
         if not alive:
             replicas.check(self)
+
+    # Wrappers that would train it a second time
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """DistributedDataParallel asks for this as it is built."""
+        raise wrapped("DistributedDataParallel")
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        raise wrapped("DataParallel")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_is_fsdp_managed_module":  # which FSDP and fully_shard set
+            raise wrapped("FSDP")
+        super().__setattr__(name, value)
 
     # Ranks whose device the plan does not use
 
