@@ -145,6 +145,12 @@ def _marked(tensor: Tensor, of: Of) -> PieceTensor:
 
 
 def _run(func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    if torch.compiler.is_compiling():
+        raise TrainingError(
+            "a compiled function works on parameters that are stored in pieces, which it does not know",
+            where="torch.compile around an optimizer's step, or around a function of parameters",
+            do="leave torch.compile out there; optimizers take fused=True or foreach=True",
+        )
     if _step[0] == "elementwise":
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
