@@ -283,11 +283,14 @@ class Watchdog:
         }
         self._tell([step, _number(program), _number(inputs), training, sync], facts)
 
-    def call(self, what: str) -> None:
-        """A call that every rank must make begins: refuse it if others make another one, or none within the timeout."""
+    def call(self, what: str, *, bystanders: bool = True) -> None:
+        """A call that every rank must make begins: refuse it if others make another one, or none within the timeout.
+
+        Ranks without a device make it too, unless `bystanders` says that they do not.
+        """
         self._tell([self._step, 0, 0, 0, 0], {"call": what, "step": str(self._step)})
         self.finish_handshake()
-        if self.world.size > len(self.world.ranks):
+        if bystanders and self.world.size > len(self.world.ranks):
             self._meet_bystanders(what)
 
     def _tell(self, numbers: Sequence[int], facts: dict[str, str]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from lopsided.calibration.run_record import BUCKETS
 from lopsided.comm.communicator import Label
@@ -97,13 +98,15 @@ class Gradients:
     def add(self, synced: Synced, gradient: Tensor) -> None:
         if (recorder := self.exchange.wire.recorder) is not None:
             recorder.mark(BUCKETS)
-        if synced.parameter.grad is None:
+        with DisableTorchFunctionSubclass():
+            is_fresh = synced.parameter.grad is None
+        if is_fresh:
             self._kept.pop(synced, None)
         if not self.syncing:
             before = self._kept.get(synced)
             # The tensor may belong to others too: the first is copied.
             self._kept[synced] = gradient.clone() if before is None else before.add_(gradient)
-            if synced.parameter.grad is None:
+            if is_fresh:
                 synced.parameter.grad = torch.zeros_like(synced.parameter)
             return
         before = self._kept.pop(synced, None)
@@ -131,7 +134,8 @@ class Gradients:
         """What to call for the gradients as their parameters are stored."""
         sources = [synced.source for synced in named if synced.source is not None]
         targets = [synced.to for synced in named if synced.to is not None]
-        sizes = [synced.parameter.numel() for synced in named]
+        with DisableTorchFunctionSubclass():
+            sizes = [synced.parameter.numel() for synced in named]
         if collective == "all_reduce":
             # A copy in any case: what autograd hands over may be shared with others.
             flat = self._memory.take(sum(sizes), tensors[0])
@@ -167,8 +171,9 @@ class Gradients:
         self.on_finish()
 
     def _hand_out(self, arrived: Callable[[], Sequence[Tensor]], named: Sequence[Synced]) -> None:
-        for synced, gradient in zip(named, arrived(), strict=True):
-            accumulate(synced.parameter, gradient.view(synced.parameter.shape))
+        with DisableTorchFunctionSubclass():  # parameters may be of a type that answers more slowly
+            for synced, gradient in zip(named, arrived(), strict=True):
+                accumulate(synced.parameter, gradient.view(synced.parameter.shape))
 
 
 class _BucketMemory:

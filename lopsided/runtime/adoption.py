@@ -7,20 +7,28 @@ lend a model other parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from lopsided.errors import TrainingError
+from lopsided.runtime.piece_tensors import CanReduce, piece_parameter
 from lopsided.runtime.pieces import Piece
 
 
-def adopt(model: nn.Module, pieces: Mapping[str, Piece], local: Mapping[str, Tensor]) -> None:
-    """Put this process's tensors in place of the model's."""
-    made = {name: nn.Parameter(local[name], requires_grad=piece.trained) for name, piece in pieces.items()}
+def adopt(
+    model: nn.Module,
+    pieces: Mapping[str, Piece],
+    local: Mapping[str, Tensor],
+    wire: CanReduce | None,
+    together: Callable[[str], None],
+) -> None:
+    """Put this process's tensors in place of the model's. `wire` is to those that hold pieces beside this process."""
+    made = {name: piece_parameter(piece, local[name], wire, together) for name, piece in pieces.items()}
     first = {also: name for name, piece in pieces.items() for also in (name, *piece.also)}
     for path, module in model.named_modules():
         for key in [key for key, tensor in module._parameters.items() if tensor is not None]:
@@ -59,6 +67,10 @@ class Adopted:
         """Every parameter is still the one that was put there, in shape, dtype and place, and no others came."""
         for structure in self._structure:
             structure.check(where)
+        with DisableTorchFunctionSubclass():  # so that pieces are asked as quickly as others
+            self._check_parameters(device, where)
+
+    def _check_parameters(self, device: torch.device, where: str) -> None:
         for place, key, name in self._places:
             parameter, piece = self.by_name[name], self._pieces[name]
             if place.get(key) is not parameter:
@@ -126,6 +138,15 @@ class _Structure:
             if name not in self._before and module is not None and next(module.parameters(), None) is not None:
                 return f"{name} was added"
         return ""
+
+
+def wrapped(by: str) -> TrainingError:
+    """What to raise when another trainer is put around a parallel module."""
+    return TrainingError(
+        f"{by} around a parallel module: its gradients are complete already, and would be averaged or cut again",
+        where="the module that parallelize returned",
+        do=f"leave {by} out: parallelize takes its place",
+    )
 
 
 @contextmanager

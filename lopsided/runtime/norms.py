@@ -18,6 +18,7 @@ from torch import Tensor
 from lopsided.comm.communicator import Communicator
 from lopsided.errors import InputError, TrainingError
 from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.piece_tensors import plain_gradient
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -66,9 +67,11 @@ def grad_norm(pm: Parallel, norm_type: float = 2.0, *, call: str = "grad_norm") 
 
 
 def _gradients(pm: Parallel) -> Iterator[tuple[str, Tensor]]:
+    """Of this process: norms are of what it holds, and added up once for all."""
     for name, parameter in pm.named_parameters():
-        if parameter.grad is not None and parameter.grad.numel():
-            yield name, parameter.grad
+        gradient = plain_gradient(parameter)
+        if gradient is not None and gradient.numel():
+            yield name, gradient
 
 
 def _counted_here(pm: Parallel) -> list[Tensor]:

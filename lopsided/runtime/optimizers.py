@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lopsided.runtime.handover import adopt_parameters
+from lopsided.runtime.piece_tensors import step_begins, step_ends
 from lopsided.runtime.pieces import Piece
 
 _TOLERANCE = 1e-6
@@ -56,6 +57,7 @@ class Cut(Protocol):
 
 _models: weakref.WeakSet[Cut] = weakref.WeakSet()
 _holds: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Cut]] = weakref.WeakKeyDictionary()
+_elementwise: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of those that hold pieces
 _watching = False
 
 
@@ -85,9 +87,11 @@ def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             _check_with(optimizer, pm, {id(own[name]): name for name in own if _is_in_pieces(pm.pieces.get(name))})
     for pm in _holds[optimizer]:
         pm.before_step(optimizer)
+    step_begins(optimizer in _elementwise)
 
 
 def _tell(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    step_ends()
     if not torch.compiler.is_compiling():
         for pm in _holds.get(optimizer, ()):
             pm.after_step(optimizer)
@@ -104,6 +108,8 @@ def _check_with(optimizer: Optimizer, pm: Cut, cut: Mapping[int, str]) -> None:
         return
     # Every process makes the experiment, for an optimizer may talk to the others in its step. One tells.
     verdict = _verdict(optimizer, groups)
+    if verdict:
+        _elementwise.add(optimizer)
     if verdict or pm.world.place != 0:
         return
     names = [cut[id(p)] for group in groups for p in group["params"] if id(p) in cut]

@@ -262,12 +262,13 @@ def gather(tensor: Tensor, pm: Any = None) -> Tensor:
     All ranks call it. What is whole already is given back. Rows are those of the last batch that `pm` was called with
     (the model that ran last, unless given). Gradients flow through it, if all ranks go on with the same computation.
     """
-    known: tuple[Redistributor, OutputPart] | None = vars(tensor).get(_WHOLE)
-    if known is not None:
-        return known[1].to(known[0], I)
     pm = pm if pm is not None else _last() if _last is not None else None
     if pm is None:
         raise TrainingError("nothing was computed yet whose rows could be gathered", do="call the parallel model first")
+    pm.together("gather")
+    known: tuple[Redistributor, OutputPart] | None = vars(tensor).get(_WHOLE)
+    if known is not None:
+        return known[1].to(known[0], I)
     cut: RowCut | None = pm.last_cut
     if cut is None:
         return tensor

@@ -10,12 +10,13 @@ it does not need; the model is used up by it.
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
 from lopsided.runtime import outputs, replicas
-from lopsided.runtime.adoption import Adopted, adopt
+from lopsided.runtime.adoption import Adopted, adopt, wrapped
 from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
 from lopsided.runtime.autotune import quickest
 from lopsided.runtime.buffers import Buffers
@@ -66,6 +67,7 @@ from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.parameter_hooks import ParameterHooks
+from lopsided.runtime.piece_tensors import plain
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.programs import CallProgram, Programs
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
@@ -177,7 +179,6 @@ class Parallel(nn.Module):
         self._syncing = True
         self._handed_out = HandedOut()
         self._batch = batch
-        self._form = CallForm(model, batch, loss_fn)
         self.last_cut: RowCut | None = None  # of the last batch's rows
         self.shares = in_group_order(plan, world)
         network = Network(plan.on)
@@ -186,22 +187,15 @@ class Parallel(nn.Module):
         self.watch = Watchdog(world, default_store(), timeout_s, side=self._side)
         weakref.finalize(self, self.watch.stop)
         self.wire = Communicator(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
-        # In a tuple, so that it does not become a submodule: its children are ours.
-        self._model = (model,)
         self.pieces = self._take_pieces(model, init, seed)
-        self._programs = Programs(model, self.pieces, plan, world, self._side, self._form, loss_fn, self._compiled)
+        self._form, self._programs = self._no_programs()
         self._constant_tensors: dict[int, Tensor] = {}
         self.randomness: AnyRandomness = randomness or RankRandomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self._last_loss = LastLoss(self._here(), on_nan)
         if self.wire is not None:
             self._exchange = Redistributor(self.wire, self.shares, network)
-            self._gradients = Gradients(self._exchange)
-            # Weakly: a module that nobody needs is gone at once, and its watch with it.
-            this = weakref.ref(self)
-            hooks = ParameterHooks(self._adopted.by_name)
-            self._gradients.on_begin = hooks.begin
-            self._gradients.on_finish = lambda: _pass_is_done(this(), hooks)
+            self._gradients = self._collector()
         self.recording: Recording | None = None
         self.training = model.training
         self._every_module = list(self.modules())
@@ -226,6 +220,8 @@ class Parallel(nn.Module):
         return getattr(self._model[0], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_is_fsdp_managed_module":  # which FSDP and fully_shard set
+            raise wrapped("FSDP")
         # What forward reads is the model's: `pm.tau = 0.5` must reach it.
         if name in self.__dict__.get("_of_model", ()) and not isinstance(value, nn.Module | Tensor):
             setattr(self._model[0], name, value)
@@ -249,14 +245,54 @@ class Parallel(nn.Module):
         needed = {leaf.target for leaf in self._graph.leaves if leaf.kind == "buffer"}
         local = initialise(model, pieces, self.world.device, init=init, seed=seed, needed=needed)
         before = dict(model.named_parameters(remove_duplicate=False))
-        adopt(model, pieces, local)
+        adopt(model, pieces, local, self.wire, partial(self.watch.call, bystanders=False))
         hand_over(before, dict(model.named_parameters(remove_duplicate=False)))
+        self._hold(model, pieces)
+        return pieces
+
+    def _collector(self) -> Gradients:
+        made = Gradients(self._exchange)
+        # Weakly: a module that nobody needs is gone at once, and its watch with it.
+        this = weakref.ref(self)
+        hooks = ParameterHooks(self._adopted.by_name)
+        made.on_begin = hooks.begin
+        made.on_finish = lambda: _pass_is_done(this(), hooks)
+        return made
+
+    def _hold(self, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+        """Take over the submodules, parameters and buffers of a model whose parameters are pieces."""
+        # In a tuple, so that it does not become a submodule: its children are ours.
+        self._model = (model,)
         self._modules.update(model._modules)
         self._parameters.update(model._parameters)
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
         self._adopted = Adopted(self, pieces, model)
-        return pieces
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+        """The same pieces with values of their own, on the same processes: for averages of weights. All ranks copy."""
+        made = Parallel.__new__(Parallel)
+        nn.Module.__init__(made)
+        made.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
+        made._copied_from = (self,)  # which keeps watch for both
+        made.training = self.training
+        made._hold(copy.deepcopy(self._model[0], memo), self.pieces)
+        made._optimizers, made.recording = [], None
+        made._last_loss = copy.copy(self._last_loss)
+        if self.wire is not None:
+            made._gradients = made._collector()
+        made._every_module = list(made.modules())
+        made._buffers_by_name = Buffers(made)
+        made._form, made._programs = made._no_programs()
+        watch_optimizers(made)
+        memo[id(self)] = made
+        return made
+
+    def _no_programs(self) -> tuple[CallForm, Programs]:
+        model, loss_fn = self._model[0], self._loss_fn
+        form = CallForm(model, self._batch, loss_fn)
+        made = Programs(model, self.pieces, self.plan, self.world, self._side, form, loss_fn, self._compiled)
+        return form, made
 
     def _here(self) -> str:
         return f"rank {self.world.rank}"
@@ -452,7 +488,7 @@ class Parallel(nn.Module):
         for leaf in program.graph.leaves:
             name = leaf.value.name
             if leaf.kind == "parameter":
-                found[name] = self._adopted.by_name[leaf.target]
+                found[name] = plain(self._adopted.by_name[leaf.target])
             elif leaf.kind == "buffer":
                 found[name] = kept[leaf.target] if leaf.target in kept else self._buffers_by_name[leaf.target]
             elif leaf.kind == "constant":
@@ -590,6 +626,16 @@ class Parallel(nn.Module):
             replicas.check(self, optimizer)
         if not alive:
             replicas.check(self)
+
+    # Wrappers that would train it a second time
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """DistributedDataParallel asks for this as it is built."""
+        raise wrapped("DistributedDataParallel")
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        raise wrapped("DataParallel")
 
     # Ranks whose device the plan does not use
 

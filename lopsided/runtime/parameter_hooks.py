@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 
 from lopsided.errors import TrainingError
 
@@ -57,6 +58,10 @@ class ParameterHooks:
 
     def begin(self, syncing: bool) -> None:
         """A backward pass begins."""
+        with DisableTorchFunctionSubclass():  # so that pieces are asked as quickly as others
+            self._take_all(syncing)
+
+    def _take_all(self, syncing: bool) -> None:
         for taken in self._taken:  # of a pass that was broken off
             taken.put_back()
         self._taken = []
