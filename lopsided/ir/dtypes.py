@@ -5,7 +5,11 @@ In: a value, node or graph. Out: the same with every floating number wide, also 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+
+import torch
 
 from lopsided.ir.graph import Arg, Atom, Graph, Node, Value
 from lopsided.ir.op_call import aten_overload
@@ -34,6 +38,18 @@ def widen_node(node: Node) -> Node:
 def in_float64(graph: Graph) -> Graph:
     leaves = tuple(replace(leaf, value=widen_value(leaf.value)) for leaf in graph.leaves)
     return Graph(leaves, tuple(map(widen_node, graph.nodes)), graph.loss, graph.updates)
+
+
+@contextmanager
+def default_dtype_of(graph: Graph) -> Iterator[None]:
+    """In here torch makes float64 of whole numbers (`arange(8) * 0.1`), if the graph has no narrower dtype."""
+    before = torch.get_default_dtype()
+    if not any(value.dtype in _WIDE for value in graph.values.values()):
+        torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _widen(arg: Arg) -> Arg:

@@ -7,7 +7,6 @@ draws the same random numbers.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from lopsided.capturing.capture_graph import flatten_batch
 from lopsided.comm.world import World
-from lopsided.ir.dtypes import in_float64
+from lopsided.ir.dtypes import default_dtype_of, in_float64
 from lopsided.ir.graph import Graph
 from lopsided.ir.program import Program, Step, one_device
 from lopsided.ops.simulated_devices import SeededRandomness
@@ -27,6 +26,7 @@ from lopsided.planner.plan_data import Plan
 from lopsided.runtime.agreement import in_group_order
 from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel
+from lopsided.verification.copies import copied
 from lopsided.verification.simulator import simulate
 
 Batch = Mapping[str, object]
@@ -51,11 +51,12 @@ class Sameness:
 def compare_step(model: nn.Module, batch: Batch, plan: Plan, world: World, *, seed: int = 0) -> Sameness:
     """One forward and backward pass in float64."""
     wide = in_wide(plan)
-    model64, batch64 = copy.deepcopy(model).to(world.device, torch.float64), _double(batch, world.device)
+    model64, batch64 = copied(model).to(world.device, torch.float64), _double(batch, world.device)
     expected = simulate(one_device(wide.graph), model64, batch64, (1.0,), seed=seed)
-    pm = seeded(copy.deepcopy(model64), batch64, wide, world, seed)
-    loss = pm(**batch64)
-    loss.backward()
+    pm = seeded(copied(model64), batch64, wide, world, seed)
+    with default_dtype_of(wide.graph):
+        loss = pm(**batch64)
+        loss.backward()
     errors = [(relative_error(loss.detach(), expected.loss), "loss")]
     # A gradient that is nothing but rounding is measured against the largest there is.
     floor = 1e-5 * max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
@@ -96,8 +97,8 @@ def compare_training(
 ) -> Sameness:
     """`steps` steps of AdamW in the plan's own dtype, the same batch every time, on the processes and on one device; as
     long as the loss of one device is a number."""
-    alone = copy.deepcopy(model).to(world.device)
-    pm = seeded(copy.deepcopy(model), batch, plan, world, seed)
+    alone = copied(model).to(world.device)
+    pm = seeded(copied(model), batch, plan, world, seed)
     ours = torch.optim.AdamW(pm.parameters(), lr=lr)
     theirs = torch.optim.AdamW(alone.parameters(), lr=lr)
     whole = one_device(plan.graph)

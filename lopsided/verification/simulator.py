@@ -20,6 +20,7 @@ from lopsided.comm.redistribute import Redistributor
 from lopsided.errors import CaptureError
 from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
+from lopsided.ir.dtypes import default_dtype_of
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares, check_shares, join_pieces, pieces_of, take_piece
 from lopsided.ir.program import Program, check_facts
@@ -56,9 +57,10 @@ def simulate(
         # Every call of torch takes longer where a default device is set, if only to what it is anyway.
         with nullcontext() if device == torch.get_default_device() else device:
             schedule = lower(program)
-            ranks = run_ranks(
-                len(fractions), device, lambda wire: _run_rank(schedule, sources, fractions, seed, wire, device)
-            )
+            with default_dtype_of(program.graph):
+                ranks = run_ranks(
+                    len(fractions), device, lambda wire: _run_rank(schedule, sources, fractions, seed, wire, device)
+                )
     return _joined(program, ranks)
 
 

@@ -7,7 +7,6 @@ itself, then every program with the graph on one device.
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from collections import Counter
@@ -28,6 +27,7 @@ from lopsided.ir.placement import check_shares
 from lopsided.ir.program import Program, check_program, one_device
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.trial import relative_error
+from lopsided.verification.copies import copied
 from lopsided.verification.random_programs import random_program, random_shares
 from lopsided.verification.simulator import Simulation, simulate, tensors_of
 
@@ -86,7 +86,7 @@ def verify(
         raise ModelError("no parameter of the model requires a gradient", do="train at least one parameter")
     if sum(p.numel() for p in model.parameters()) > _LARGE:
         _check_memory(in_float64(trace(model, batch, loss_fn=loss_fn)), len(first or ()) or devices)
-    model64, batch64 = _copy(model).double(), _double(batch)
+    model64, batch64 = copied(model).double(), _double(batch)
     try:
         _run_model(model64, batch64, loss_fn)
     except Exception:
@@ -187,16 +187,6 @@ def _check_finite(reference: Simulation) -> None:
             )
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise ModelError(
-            f"{model._get_name()} cannot be copied: {error}",
-            do="keep locks, files and computed tensors out of the module; use parametrizations for weight norm",
-        ) from error
-
-
 def _double(batch: object) -> object:
     tensors, rebuild = flatten_batch(batch)
     wide = [t.double() if t.dtype.is_floating_point else t.clone() for t in tensors.values()]
@@ -208,7 +198,7 @@ def _run_model(model: nn.Module, batch: object, loss_fn: LossFn | None) -> tuple
     """A copy of the model after one forward and backward pass, and its loss."""
     tensors, rebuild = flatten_batch(batch)
     args, kwargs = rebuild(list(tensors.values()))
-    eager = _copy(model)
+    eager = copied(model)
     cached = torch.is_autocast_cache_enabled()
     try:
         # With its cache, autocast adds up a weight's gradients in the small dtype.
