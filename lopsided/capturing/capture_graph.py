@@ -18,9 +18,9 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,16 +29,27 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
-from lopsided.capturing.diagnosis import explain, source_of
+from lopsided.capturing.call import (
+    Arguments,
+    Handed,
+    LossFn,
+    Rebuild,
+    find_loss,
+    flatten_batch,
+    hand_out,
+    in_form_of,
+    take_apart,
+    the_loss,
+)
+from lopsided.capturing.diagnosis import explain, refuse_calls, refuse_modules, source_of
 from lopsided.capturing.export import assignments, export_flat, region_of
 from lopsided.capturing.functionalize import Functional
+from lopsided.capturing.reads import Reading, Reads
 from lopsided.capturing.saved_tensors import record_saved
 from lopsided.errors import CaptureError
 from lopsided.ir.graph import DTYPE_NAMES, Arg, Atom, Context, Graph, Leaf, Node, Ref, Source, Value
 
-LossFn = Callable[[Any, Any], Tensor]
 _LARGEST_CONSTANT = 1 << 20
 # Checks that export leaves in the graph; they constrain nothing that a captured shape does not already fix.
 _CHECKS = ("_assert", "sym_constrain", "_functional_assert")
@@ -47,10 +58,48 @@ _CHECKS = ("_assert", "sym_constrain", "_functional_assert")
 def capture(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -> Graph:
     """The training graph of `model` on a batch of this shape.
 
-    `batch` is a mapping (keyword arguments), a tuple (positional arguments) or a single argument. `loss_fn(output,
-    batch)` makes a scalar where the model returns something else.
+    `batch` is a mapping (keyword arguments), a tuple (positional arguments) or a single argument. Where the model
+    returns no loss, `loss_fn` makes one: `loss_fn(output, *rest)` of the entries that forward does not take, or
+    `loss_fn(output, batch)` where it takes all.
     """
     return record_saved(without_unused(trace(model, batch, loss_fn=loss_fn)))
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a call returns: values of the graph by name, in the structure the model gave them.
+
+    `loss` is the position of the loss among them; None where a loss function made it.
+    """
+
+    names: tuple[str, ...]
+    build: Callable[[Sequence[Any]], Any]
+    loss: int | None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A call of a model: the graph of its loss, the same with what else is returned, and what it was captured under."""
+
+    graph: Graph
+    whole: Graph  # with nodes, without gradients, that only what is returned needs; often the same
+    returned: Returned
+    has_loss: bool  # or else the sum of what is returned stands for one
+    reads: Reads
+
+
+def capture_call(
+    model: nn.Module, batch: object, *, loss_fn: LossFn | None = None, needs_loss: bool = True
+) -> Captured:
+    """As `capture`, with everything that the model returns."""
+    traced = _traced(model, batch, loss_fn, needs_loss=needs_loss)
+    graph = record_saved(without_unused(traced.graph))
+    whole = without_unused(traced.graph, kept=traced.returned.names)
+    if len(whole.nodes) == len(graph.nodes) and len(whole.leaves) == len(graph.leaves):
+        whole = graph
+    else:
+        whole = record_saved(whole)
+    return replace(traced, graph=graph, whole=whole)
 
 
 def surrounding_autocast() -> str:
@@ -63,27 +112,52 @@ def surrounding_autocast() -> str:
 
 def trace(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -> Graph:
     """Every call the model makes, also those that nothing depends on: a draw that is thrown away still draws."""
+    return _traced(model, batch, loss_fn).graph
+
+
+def _traced(model: nn.Module, batch: object, loss_fn: LossFn | None, *, needs_loss: bool = True) -> Captured:
     check_model(model, loss_fn)
     tensors, rebuild = flatten_batch(batch)
-    wrapped = _Loss(model, rebuild, loss_fn, several=isinstance(batch, Mapping | tuple | list))
-    _check_call(model, rebuild(list(tensors.values())))
+    wrapped = _Step(model, rebuild, loss_fn, batch, needs_loss=needs_loss)
+    args, kwargs = rebuild(list(tensors.values()))
+    _check_call(model, hand_out(model, loss_fn, Arguments(args, kwargs), None).forward)
     inputs = _on_one_device(model, tensors)
     # A model on `meta` makes its own tensors there too, where it does not say otherwise.
     with torch.device("meta") if any(p.is_meta for p in model.parameters()) else nullcontext():
         exported = _export(wrapped, inputs)
-    return _Tracer(model, exported, list(tensors), wrapped.replaced).graph()
+    tracer = _Tracer(model, exported, list(tensors), wrapped.replaced)
+    graph, names = tracer.graph()
+    returned = Returned(names, wrapped.build, wrapped.loss_at)
+    return Captured(graph, graph, returned, wrapped.has_loss, wrapped.reading.reads)
 
 
-def without_unused(graph: Graph) -> Graph:
-    """The graph without what neither the loss nor a buffer needs; parameters and inputs stay, used or not."""
+def without_unused(graph: Graph, *, kept: Collection[str] = ()) -> Graph:
+    """The graph without what neither the loss nor a buffer needs; parameters and inputs stay, used or not.
+
+    What only the values `kept` need stays, too, without gradients.
+    """
     wanted = {graph.loss, *(value for _, value in graph.updates)}
-    kept: list[Node] = []
+    trained: list[Node] = []
     for node in reversed(graph.nodes):
         if any(value.name in wanted for value in node.results):
-            kept.append(node)
+            trained.append(node)
             wanted.update(node.operands)
-    leaves = tuple(leaf for leaf in graph.leaves if leaf.kind in ("input", "parameter") or leaf.value.name in wanted)
-    return Graph(leaves, _numbered(reversed(kept)), graph.loss, graph.updates)
+    needed = {node.name for node in trained}
+    also = wanted | {*kept}
+    nodes: list[Node] = []
+    for node in reversed(graph.nodes):
+        if node.name in needed:
+            nodes.append(node)
+        elif any(value.name in also for value in node.results):
+            nodes.append(_without_gradient(node))
+            also.update(node.operands)
+    leaves = tuple(leaf for leaf in graph.leaves if leaf.kind in ("input", "parameter") or leaf.value.name in also)
+    return Graph(leaves, _numbered(reversed(nodes)), graph.loss, graph.updates)
+
+
+def _without_gradient(node: Node) -> Node:
+    results = tuple(replace(value, grad=False) for value in node.results)
+    return replace(node, results=results, context=replace(node.context, grad=False, recompute=0))
 
 
 def _numbered(nodes: Iterable[Node]) -> tuple[Node, ...]:
@@ -95,76 +169,59 @@ def _numbered(nodes: Iterable[Node]) -> tuple[Node, ...]:
     )
 
 
-def flatten_batch(
-    batch: object,
-) -> tuple[dict[str, Tensor], Callable[[list[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The tensors of a batch by name, and the way back from tensors to the model's arguments."""
-    if isinstance(batch, Mapping):
-        call: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(batch))
-    elif isinstance(batch, tuple | list):
-        call = (tuple(batch), {})
-    else:
-        call = ((batch,), {})
-    leaves, spec = pytree.tree_flatten_with_path(call)
-    names = [".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]) for path, _ in leaves]
-    values = [value for _, value in leaves]
-    tensors = {name: value for name, value in zip(names, values, strict=True) if isinstance(value, Tensor)}
+class _Step(nn.Module):
+    """The model as a function from the batch's tensors to its loss and whatever else it returns."""
 
-    def rebuild(given: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        feed = iter(given)
-        filled = [next(feed) if isinstance(value, Tensor) else value for value in values]
-        args, kwargs = pytree.tree_unflatten(filled, spec)
-        return args, kwargs
-
-    return tensors, rebuild
-
-
-def loss_of(output: object, batch: object, loss_fn: LossFn | None) -> Tensor:
-    """The scalar loss in what a model returned, or a refusal that says what was returned instead."""
-    loss = loss_fn(output, batch) if loss_fn is not None else output
-    if not isinstance(loss, Tensor):
-        found = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
-        if found is None:
-            raise CaptureError(
-                f"the model returns no scalar loss but {type(loss).__name__}",
-                do="return a scalar, an object with .loss, or pass loss_fn=lambda output, batch: ...",
-            )
-        loss = found
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
-        what = f"a {tuple(loss.shape)} {loss.dtype} tensor" if isinstance(loss, Tensor) else type(loss).__name__
-        raise CaptureError(
-            f"the model returns {what} as its loss, not a floating-point scalar",
-            do="reduce it to one number in the model, or pass loss_fn=lambda output, batch: ...",
-        )
-    return loss.reshape(()) if loss.dim() else loss
-
-
-class _Loss(nn.Module):
-    """The model as a function from the batch's tensors to its loss."""
+    build: Callable[[Sequence[Any]], Any]
+    loss_at: int | None
+    has_loss: bool
 
     def __init__(
-        self,
-        model: nn.Module,
-        rebuild: Callable[[list[Tensor]], Any],
-        loss_fn: LossFn | None,
-        *,
-        several: bool,
+        self, model: nn.Module, rebuild: Rebuild, loss_fn: LossFn | None, batch: object, *, needs_loss: bool
     ) -> None:
         super().__init__()
-        self._several = several  # arguments: the batch is a mapping or a tuple
         self.model = model
         self._rebuild = rebuild
+        self._batch = batch
+        self._needs_loss = needs_loss
         self.replaced: set[str] = set()
+        self.reading = Reading()
         # In a list, so that a loss module's tensors are captured as constants and not as parameters to train.
         self._loss_fn = [loss_fn]
         self.training = model.training
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = self._rebuild(list(tensors))
-        given = kwargs or (args if self._several else args[0])
-        with assignments(self.model, self.replaced):
-            output = self.model(*args, **kwargs)
-        return loss_of(output, given, self._loss_fn[0])
+        call = Arguments(args, kwargs)
+        handed = hand_out(self.model, self._loss_fn[0], call, in_form_of(self._batch, args, kwargs))
+        with assignments(self.model, self.replaced), self.reading.watching(self.model):
+            output = self.model(*handed.forward.args, **handed.forward.kwargs)
+        parts, self.build = take_apart(output)
+        loss = self._loss(output, handed)
+        self.has_loss = loss is not None
+        self.loss_at = next((k for k, part in enumerate(parts) if part is loss), None)
+        if loss is None:
+            loss = _stand_in(parts)
+        return (loss.reshape(()) if loss.dim() else loss, *parts)
+
+    def _loss(self, output: object, handed: Handed) -> Tensor | None:
+        loss_fn = self._loss_fn[0]
+        if loss_fn is not None and (self._needs_loss or handed.left != Arguments()):
+            made = handed.loss(loss_fn, output)
+            the_loss(made)
+            return find_loss(made)
+        found = find_loss(output)
+        if found is None and self._needs_loss:
+            the_loss(output)
+        return found
+
+
+def _stand_in(parts: Sequence[Tensor]) -> Tensor:
+    """A scalar that depends on everything that has a gradient, where a loss would be."""
+    sums = [part.float().sum() for part in parts if part.dtype.is_floating_point]
+    if not sums:
+        raise CaptureError("the model returns no tensor of floating-point numbers", do="return a loss or outputs")
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
 def check_model(model: nn.Module, loss_fn: LossFn | None) -> None:
@@ -176,6 +233,7 @@ def check_model(model: nn.Module, loss_fn: LossFn | None) -> None:
             f"the loss {loss_fn._get_name()} has parameters to train, and only the model's are trained",
             do="make the loss a part of the model, or its parameters constants with requires_grad_(False)",
         )
+    refuse_modules(model)
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise CaptureError("the model has lazy parameters without a shape", do="run it once on a batch first")
     for name, part in model.named_modules():
@@ -186,10 +244,9 @@ def check_model(model: nn.Module, loss_fn: LossFn | None) -> None:
             )
 
 
-def _check_call(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    args, kwargs = call
+def _check_call(model: nn.Module, call: Arguments) -> None:
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        inspect.signature(model.forward).bind(*call.args, **call.kwargs)
     except TypeError as error:
         raise CaptureError(
             f"the batch does not fit {model._get_name()}.forward: {error}",
@@ -215,11 +272,13 @@ def _on_one_device(model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[Ten
     return tuple(distinct)
 
 
-def _export(wrapped: _Loss, tensors: tuple[Tensor, ...]) -> ExportedProgram:
+def _export(wrapped: _Step, tensors: tuple[Tensor, ...]) -> ExportedProgram:
     try:
-        return export_flat(wrapped, tensors)
+        exported = export_flat(wrapped, tensors)
     except Exception as error:
         raise explain(wrapped.model, error) from error
+    refuse_calls(exported)
+    return exported
 
 
 # From export's graph to ours
@@ -241,7 +300,8 @@ class _Tracer:
         self.tied: dict[int, str] = {}
         self.unknown: dict[fx.Node, CaptureError] = {}
 
-    def graph(self) -> Graph:
+    def graph(self) -> tuple[Graph, tuple[str, ...]]:
+        """The graph, and the names of the values that are returned beside the loss."""
         specs = iter(self.exported.graph_signature.input_specs)
         module = self.exported.graph_module
         for node in module.graph.nodes:
@@ -255,7 +315,8 @@ class _Tracer:
         loss = self.body.current(_name_of(results[0], "the loss"))
         updates = tuple((b, self.body.current(v)) for b, v in self.body.updates.items() if self.body.current(v) != v)
         self.refuse_shared_memory([buffer for buffer, _ in updates])
-        return Graph(tuple(self.leaves), _numbered(self.body.nodes), loss, updates)
+        returned = tuple(self.body.current(_name_of(result, "what the model returns")) for result in results[1:])
+        return Graph(tuple(self.leaves), _numbered(self.body.nodes), loss, updates), returned
 
     def refuse_shared_memory(self, changed: list[str]) -> None:
         """A buffer that changes must not be seen through another tensor of the model, unless it is that tensor."""

@@ -202,12 +202,14 @@ class Communicator:
         about = ("reduce_scatter", way, whole.nbytes, largest)
         self._count(way, counts, total, total - count, whole.itemsize)
 
-        def run(lane: Backend, source: Tensor, target: Tensor) -> Flight:
-            return lane.reduce_scatter(source, target, counts, way)
-
         source = _summable(whole, what)
-        if source.dtype == whole.dtype:
-            return self._begin(what, piece, run, source, piece, about)
+        sizes = [count * (source.numel() // total) for count in counts]
+
+        def run(lane: Backend, source: Tensor, target: Tensor) -> Flight:
+            return lane.reduce_scatter(source, target, sizes, way)
+
+        if source.data_ptr() == whole.data_ptr():
+            return self._begin(what, piece, run, source, _summable(piece, what), about)
         target = self._empty(count, source.dtype)
         return self._begin(what, piece, run, source, target, about, (lambda: piece.copy_(target),))
 
@@ -250,7 +252,7 @@ class Communicator:
     def _in_place(self, what: What, flat: Tensor, run: Run, about: About) -> Handle:
         self.sent_bytes += 2 * flat.nbytes * (self.size - 1) // self.size
         held, summed = flat.detach(), _summable(flat, what)
-        if summed.dtype == flat.dtype:
+        if summed.data_ptr() == flat.data_ptr():
             return self._begin(what, flat, run, summed, summed, about)
         return self._begin(what, flat, run, summed, summed, about, (lambda: held.copy_(summed),))
 
@@ -360,7 +362,8 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 def _movable(flat: Tensor) -> Tensor:
     """The same memory in a dtype that every backend moves."""
     flat = flat.detach()
-    return flat if flat.dtype in _KNOWN else flat.view(torch.uint8)
+    # A single element may have any stride, and seen as bytes it must be one.
+    return flat if flat.dtype in _KNOWN else flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _sizes(counts: Sequence[int], flat: Tensor) -> list[int]:
@@ -369,8 +372,11 @@ def _sizes(counts: Sequence[int], flat: Tensor) -> list[int]:
 
 
 def _summable(flat: Tensor, what: What) -> Tensor:
-    """The same values in a dtype that every backend adds up without losing more than its own would."""
+    """The same values in a dtype that every backend adds up without losing more than its own would. Complex ones are
+    the same memory: real and imaginary parts add up by themselves."""
     flat = flat.detach()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
     if flat.dtype in _KNOWN:
         return flat
     wider = torch.float32 if flat.dtype.is_floating_point else _WIDER.get(flat.dtype)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from torch import nn
 
-from lopsided.capturing.capture_graph import LossFn, capture
+from lopsided.capturing.call import LossFn
+from lopsided.capturing.capture_graph import capture
 from lopsided.capturing.retype import in_dtype
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import load_cluster

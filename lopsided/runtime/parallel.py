@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lopsided.capturing.capture_graph import LossFn, capture, flatten_batch, surrounding_autocast
+from lopsided.capturing.call import LossFn, flatten_batch
+from lopsided.capturing.capture_graph import capture, surrounding_autocast
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.comm.communicator import Communicator

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import Tensor, nn
 
 from lopsided.errors import ModelError
@@ -28,3 +29,15 @@ def copied(model: nn.Module) -> nn.Module:
             f"{model._get_name()} cannot be copied: {error}",
             do="keep locks, files and lists of computed tensors out of the module",
         ) from error
+
+
+def widened(model: nn.Module) -> nn.Module:
+    """The model in float64, complex numbers in complex128: `Module.to(torch.float64)` would drop imaginary parts."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        if tensor.dtype.is_floating_point:
+            return tensor.double()
+        return tensor.to(torch.complex128) if tensor.dtype.is_complex else tensor
+
+    model._apply(wide)
+    return model

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lopsided.capturing.capture_graph import flatten_batch
+from lopsided.capturing.call import flatten_batch
 from lopsided.capturing.retype import in_dtype
 from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.cluster.cluster_file import parse_cluster
@@ -284,7 +284,8 @@ def _cast(model: nn.Module, batch: dict[str, object], dtype: str) -> Built:
     tensors, rebuild = flatten_batch(batch)
     to = DTYPES[dtype]
     inputs = [tensor.to(to) if tensor.dtype.is_floating_point else tensor for tensor in tensors.values()]
-    return model.to(to), rebuild(inputs)[1]
+    # Not by `Module.to`, which takes complex parameters for real ones.
+    return model._apply(lambda t: t.to(to) if t.dtype.is_floating_point else t), rebuild(inputs)[1]
 
 
 def _take_from_rank_0(tensor: Tensor) -> None:

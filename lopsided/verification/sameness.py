@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lopsided.capturing.capture_graph import flatten_batch
+from lopsided.capturing.call import flatten_batch
 from lopsided.comm.world import World
 from lopsided.ir.dtypes import default_dtype_of, in_float64
 from lopsided.ir.graph import Graph
@@ -26,7 +26,7 @@ from lopsided.planner.plan_data import Plan
 from lopsided.runtime.agreement import in_group_order
 from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel
-from lopsided.verification.copies import copied
+from lopsided.verification.copies import copied, widened
 from lopsided.verification.simulator import simulate
 
 Batch = Mapping[str, object]
@@ -51,7 +51,7 @@ class Sameness:
 def compare_step(model: nn.Module, batch: Batch, plan: Plan, world: World, *, seed: int = 0) -> Sameness:
     """One forward and backward pass in float64."""
     wide = in_wide(plan)
-    model64, batch64 = copied(model).to(world.device, torch.float64), _double(batch, world.device)
+    model64, batch64 = widened(copied(model).to(world.device)), _double(batch, world.device)
     expected = simulate(one_device(wide.graph), model64, batch64, (1.0,), seed=seed)
     pm = seeded(copied(model64), batch64, wide, world, seed)
     with default_dtype_of(wide.graph):

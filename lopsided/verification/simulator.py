@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lopsided.capturing.capture_graph import flatten_batch
+from lopsided.capturing.call import flatten_batch
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.in_process import run_ranks
 from lopsided.comm.redistribute import Redistributor

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lopsided.capturing.capture_graph import LossFn, check_model, flatten_batch, loss_of, trace, without_unused
+from lopsided.capturing.call import LossFn, flatten_batch, in_form_of, loss_of
+from lopsided.capturing.capture_graph import check_model, trace, without_unused
 from lopsided.capturing.saved_tensors import record_saved
 from lopsided.errors import ModelError
 from lopsided.ir.dtypes import TOLERANCE, in_float64
@@ -190,20 +191,17 @@ def _check_finite(reference: Simulation) -> None:
 def _double(batch: object) -> object:
     tensors, rebuild = flatten_batch(batch)
     wide = [t.double() if t.dtype.is_floating_point else t.clone() for t in tensors.values()]
-    args, kwargs = rebuild(wide)
-    return kwargs if isinstance(batch, Mapping) else args if isinstance(batch, tuple | list) else args[0]
+    return in_form_of(batch, *rebuild(wide))
 
 
 def _run_model(model: nn.Module, batch: object, loss_fn: LossFn | None) -> tuple[nn.Module, Tensor]:
     """A copy of the model after one forward and backward pass, and its loss."""
-    tensors, rebuild = flatten_batch(batch)
-    args, kwargs = rebuild(list(tensors.values()))
     eager = copied(model)
     cached = torch.is_autocast_cache_enabled()
     try:
         # With its cache, autocast adds up a weight's gradients in the small dtype.
         torch.set_autocast_cache_enabled(False)
-        loss = loss_of(eager(*args, **kwargs), batch, loss_fn)
+        loss = loss_of(eager, batch, loss_fn)
     finally:
         torch.set_autocast_cache_enabled(cached)
     loss.backward()

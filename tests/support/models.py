@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lopsided
-from lopsided.capturing.capture_graph import LossFn, flatten_batch, loss_of
+from lopsided.capturing.call import LossFn, flatten_batch, in_form_of, loss_of
 from lopsided.errors import CaptureError
 from lopsided.ir.graph import Graph
 from lopsided.verification.simulator import Simulation
@@ -44,12 +44,12 @@ def example() -> Tensor:
 def eager(model: nn.Module, batch: object, loss_fn: LossFn | None = None) -> Simulation:
     """One training step of a copy of the model, on a copy of the batch."""
     tensors, rebuild = flatten_batch(batch)
-    args, kwargs = rebuild([tensor.clone() for tensor in tensors.values()])
+    given = in_form_of(batch, *rebuild([tensor.clone() for tensor in tensors.values()]))
     trained = copy.deepcopy(model)
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        loss = loss_of(trained(*args, **kwargs), batch, loss_fn)
+        loss = loss_of(trained, given, loss_fn)
     finally:
         torch.set_autocast_cache_enabled(cached)
     loss.backward()
