@@ -159,6 +159,8 @@ class Communicator:
         """The largest over all devices, in place."""
         if self.size == 1 or not flat.numel():
             return Handle(self, what, flat)
+        if flat.is_complex():
+            raise WorldError(f"{what or 'a collective'}: {flat.dtype} has no largest number", do="use a real dtype")
         about = ("all_reduce", "ring", flat.nbytes, 1.0)
         return self._in_place(what, flat, lambda lane, _, target: (lane.maximum(target), None), about)
 
