@@ -42,7 +42,7 @@ from lopsided.capturing.call import (
     take_apart,
     the_loss,
 )
-from lopsided.capturing.diagnosis import explain, source_of
+from lopsided.capturing.diagnosis import explain, refuse_calls, refuse_modules, source_of
 from lopsided.capturing.eager_check import check_against_eager, fewer_rows
 from lopsided.capturing.export import assignments, export_flat, region_of
 from lopsided.capturing.functionalize import Functional
@@ -257,6 +257,7 @@ def check_model(model: nn.Module, loss_fn: LossFn | None) -> None:
             f"the loss {loss_fn._get_name()} has parameters to train, and only the model's are trained",
             do="make the loss a part of the model, or its parameters constants with requires_grad_(False)",
         )
+    refuse_modules(model)
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise CaptureError("the model has lazy parameters without a shape", do="run it once on a batch first")
     for name, part in model.named_modules():
@@ -297,9 +298,11 @@ def _on_one_device(model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[Ten
 
 def _export(wrapped: _Step, tensors: tuple[Tensor, ...]) -> ExportedProgram:
     try:
-        return export_flat(wrapped, tensors)
+        exported = export_flat(wrapped, tensors)
     except Exception as error:
         raise explain(wrapped.model, error) from error
+    refuse_calls(exported)
+    return exported
 
 
 # From export's graph to ours

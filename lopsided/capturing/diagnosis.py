@@ -13,6 +13,9 @@ from functools import cache, lru_cache
 
 import torch
 from torch import fx, nn
+from torch._higher_order_ops.cond import CondOp
+from torch.export import ExportedProgram
+from torch.nn.modules.batchnorm import _NormBase
 
 from lopsided.errors import CaptureError, LopsidedError
 from lopsided.ir.graph import Source
@@ -76,6 +79,69 @@ def explain(model: nn.Module, error: Exception) -> LopsidedError:
         do="check that model(**batch) runs; if it does, it takes another path while it is traced, and misses something"
         " there that the batch could give it",
     )
+
+
+# Calls that a graph of pure ops cannot have, by a part of the name: what they do, and what to write in their place.
+_REFUSED_CALLS = (
+    (
+        "embedding_renorm",
+        "embedding(max_norm=...) scales rows of its table while it reads them",
+        "leave max_norm out, and scale the rows read (F.normalize) or the table after optimizer.step()",
+    ),
+    (
+        "istft",
+        "torch.istft looks at the values of its window",
+        "write it as torch.fft.irfft of the frames times the window, F.fold, and a division by the folded square of the"
+        " window",
+    ),
+    (
+        "_make_dual",
+        "the model differentiates inside its forward pass, by torch.func.jvp or forward-mode duals",
+        "write the directional derivative out, or take it outside of the model",
+    ),
+)
+
+
+def refuse_calls(exported: ExportedProgram) -> None:
+    """Refuse what export traces and no graph of pure ops can say, with the user's line."""
+    for module in exported.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            found = _refused(node) if node.op == "call_function" else None
+            if found is not None:
+                what, do = found
+                raise CaptureError(what, where=str(source_of(node)), do=do)
+
+
+def _refused(node: fx.Node) -> tuple[str, str] | None:
+    """What a call does that cannot be captured, and what to write in its place."""
+    name = str(node.target)
+    for part, what, do in _REFUSED_CALLS:
+        if part in name:
+            return what, do
+    if isinstance(node.target, CondOp):
+        return (
+            "torch.cond takes one of two branches by a tensor's value",
+            "compute both, and choose by torch.where",
+        )
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if (dict(zip(names, node.args, strict=False)) | node.kwargs).get("sparse") is True:
+        return (
+            "an embedding with sparse=True has a sparse gradient",
+            "build it with sparse=False, and give the table to an optimizer for dense gradients",
+        )
+    return None
+
+
+def refuse_modules(model: nn.Module) -> None:
+    """Refuse modules whose forward pass reads a number from a buffer, which changes from step to step."""
+    for name, part in model.named_modules():
+        if isinstance(part, _NormBase) and part.training and part.track_running_stats and part.momentum is None:
+            raise CaptureError(
+                f"{part._get_name()}(momentum=None) averages over all steps so far, and reads from a buffer how many",
+                where=f"module {name or model._get_name()}",
+                do="give it a momentum, for example 0.1, or track_running_stats=False",
+            )
 
 
 def _user_frame(error: BaseException) -> str:

@@ -113,7 +113,11 @@ def check_against_eager(model: nn.Module, batch: object, loss_fn: LossFn | None,
 
 
 def _refuse_differences(
-    graph: Graph, loss: Tensor, end: Tensor, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+    graph: Graph,
+    loss: Tensor,
+    end: Tensor,
+    expected: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
 ) -> None:
     tolerance = _tolerance(graph)
     _refuse("the loss", loss.reshape(()), end.reshape(()), tolerance, 0.0)
@@ -151,14 +155,19 @@ def _tolerance(graph: Graph) -> float:
 
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Buffers and random generators are put back."""
+    """Buffers and random generators are put back, and hooks on gradients are not called."""
+    hooks = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()
     try:
+        for parameter, _ in hooks:
+            parameter._backward_hooks = None
         with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad(), torch.inference_mode(False):
             yield
     finally:
+        for parameter, called in hooks:
+            parameter._backward_hooks = called
         random.setstate(python)
         np.random.set_state(numpy)
         with torch.no_grad():

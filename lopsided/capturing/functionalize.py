@@ -53,6 +53,7 @@ _SAME_ORDER = (
     "atleast_2d",
     "atleast_3d",
 )
+_PARTS = {"c64": "f32", "c128": "f64"}  # the dtype of the real and imaginary parts of complex numbers
 _REORDERED = ("t", "transpose", "permute", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims")
 
 
@@ -237,6 +238,26 @@ class Functional:
             name = self._add(expand, replace(old, name=value.name))
         return name
 
+    def _scattered(self, scatter: Node, parent: Value) -> str:
+        """Add the node that puts content back. Torch cannot go backward through one on complex numbers: there it is
+        one on their real and imaginary parts."""
+        if (
+            scatter.op not in ("aten.slice_scatter.default", "aten.select_scatter.default")
+            or parent.dtype not in _PARTS
+        ):
+            return self._add(scatter, parent)
+        parts = []
+        for name in scatter.operands:
+            value = self._values[name]
+            shown = replace(value, shape=(*value.shape, 2), dtype=_PARTS[value.dtype])
+            parts.append(Ref(self._add(replace(scatter, op="aten.view_as_real.default", args=(Ref(name),)), shown)))
+        dim, *rest = scatter.args[2:] or (0,)
+        # Counted from the left: parts have one dim more.
+        at = dim % len(parent.shape) if isinstance(dim, int) else dim
+        both = replace(parent, shape=(*parent.shape, 2), dtype=_PARTS[parent.dtype])
+        put = self._add(replace(scatter, args=(*parts, at, *rest)), both)
+        return self._add(replace(scatter, op="aten.view_as_complex.default", args=(Ref(put),)), parent)
+
     def _replace(self, name: str, content: str, node: Node) -> None:
         """`name` now holds `content`: so does the memory it is a view of, and every other view of it."""
         root = self._root(name)
@@ -244,7 +265,7 @@ class Functional:
         if view is not None:
             parent = self.current(view.parent)
             scatter = _put_back(view.node, self._values[parent], content)
-            self._replace(parent, self._add(replace(scatter, source=node.source), self._values[parent]), node)
+            self._replace(parent, self._scattered(replace(scatter, source=node.source), self._values[parent]), node)
             self._views[content] = view
         elif content != root:
             self._version_of[content] = root

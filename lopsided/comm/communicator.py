@@ -168,6 +168,8 @@ class Communicator:
 
     def maximum(self, flat: Tensor, *, what: What = "") -> Handle:
         """The largest over all devices, in place."""
+        if flat.is_complex():
+            raise WorldError(f"{what or 'a collective'}: {flat.dtype} has no largest number", do="use a real dtype")
         return self._start_in_place(CollectiveCall("maximum", what, flat, flat))
 
     def broadcast(self, flat: Tensor, source: int, *, what: What = "") -> Handle:
@@ -264,7 +266,7 @@ class Communicator:
         def run(backend: Backend, _: Tensor, target: Tensor) -> Flight:
             return backend.all_reduce(target, algorithm) if adds else backend.maximum(target), None
 
-        then = () if summed.dtype == flat.dtype else (lambda: held.copy_(summed),)
+        then = () if summed.data_ptr() == flat.data_ptr() else (lambda: held.copy_(summed),)
         return self._begin(call.what, flat, run, summed, summed, about, then)
 
     def _start_gather(self, call: CollectiveCall) -> Handle:
@@ -285,12 +287,14 @@ class Communicator:
         self._count(algorithm, counts, whole.numel() - counts[self.rank], whole.itemsize)
         about = (call.collective, algorithm, call.whole_bytes, call.largest)
 
-        def run(backend: Backend, source: Tensor, target: Tensor) -> Flight:
-            return backend.reduce_scatter(source, target, counts, algorithm)
-
         source = _summable(whole, call.what)
-        if source.dtype == whole.dtype:
-            return self._begin(call.what, piece, run, source, piece, about)
+        sizes = [count * (source.numel() // whole.numel()) for count in counts]
+
+        def run(backend: Backend, source: Tensor, target: Tensor) -> Flight:
+            return backend.reduce_scatter(source, target, sizes, algorithm)
+
+        if source.data_ptr() == whole.data_ptr():
+            return self._begin(call.what, piece, run, source, _summable(piece, call.what), about)
         target = self._empty(piece.numel(), source)
         return self._begin(call.what, piece, run, source, target, about, (lambda: piece.copy_(target),))
 
@@ -423,7 +427,8 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 def _movable(flat: Tensor) -> Tensor:
     """The same memory in a dtype that every backend moves."""
     flat = flat.detach()
-    return flat if flat.dtype in _KNOWN else flat.view(torch.uint8)
+    # A single element may have any stride, and seen as bytes it must be one.
+    return flat if flat.dtype in _KNOWN else flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _sizes(counts: Sequence[int], flat: Tensor) -> list[int]:
@@ -432,8 +437,11 @@ def _sizes(counts: Sequence[int], flat: Tensor) -> list[int]:
 
 
 def _summable(flat: Tensor, what: What) -> Tensor:
-    """The same values in a dtype that every backend adds up without losing more than its own would."""
+    """The same values in a dtype that every backend adds up without losing more than its own would. Complex ones are
+    the same memory: real and imaginary parts add up by themselves."""
     flat = flat.detach()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
     if flat.dtype in _KNOWN:
         return flat
     wider = torch.float32 if flat.dtype.is_floating_point else _WIDER.get(flat.dtype)

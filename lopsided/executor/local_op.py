@@ -17,8 +17,8 @@ from lopsided.comm.redistribute import Redistributor
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.notation import Rule
 from lopsided.ops.factors import ByFactors, wanted_by_factors
-from lopsided.ops.local_kernel import LocalKernel, Operands, RunOp, answered, connected
-from lopsided.ops.op import Ask, Call
+from lopsided.ops.local_kernel import LocalKernel, Operands, RunOp, answered
+from lopsided.ops.op import Ask, Call, connected
 from lopsided.ops.simulated_devices import SeededRandomness
 from lopsided.schedule.cost import factors_beside
 

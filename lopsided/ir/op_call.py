@@ -191,6 +191,18 @@ def in_float64(graph: Graph) -> Graph:
     return Graph(leaves, tuple(map(widen_node, graph.nodes)), graph.loss, graph.updates)
 
 
+@contextmanager
+def default_dtype_of(graph: Graph) -> Iterator[None]:
+    """In here torch makes float64 of whole numbers (`arange(8) * 0.1`), if the graph has no narrower dtype."""
+    before = torch.get_default_dtype()
+    if not any(value.dtype in _WIDE for value in graph.values.values()):
+        torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _widen(arg: Arg) -> Arg:
     if isinstance(arg, tuple):
         return tuple(_widen(part) for part in arg)

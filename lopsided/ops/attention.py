@@ -46,7 +46,8 @@ def _weights(local: Local, rows_from: int) -> Tensor:
     if len(local.tensors) > 3:
         mask = local.tensors[3]
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights, p = scores.softmax(-1), _dropout(local.call)
+    # A row that may see nothing has weights of zero, as in torch's own kernels.
+    weights, p = torch.ops.aten._safe_softmax.default(scores, -1), _dropout(local.call)
     if not p:
         return local.as_result(weights)
     # The mask belongs to scores, which are no result: drawn as (batch, heads, rows, keys), cut like rows.
@@ -127,6 +128,9 @@ def samples(draw: Draw) -> Iterator[Sample]:
     yield attend(4, 4, draw.constant(1, 4, 1, 7))
     yield attend(4, 2, draw.constant(4, 5, 7), enable_gqa=True)
     yield attend(4, 4, keep, dropout_p=0.4)
+    unseen = keep.clone()
+    unseen[1] = False
+    yield attend(4, 4, unseen, dropout_p=0.4)
     rank3 = [draw.real(3, 5, 6), draw.real(3, 7, 6), draw.real(3, 7, 4)]
     yield sample("aten.scaled_dot_product_attention.default", *rank3)
     yield sample("aten.scaled_dot_product_attention.default", *rank3, draw.constant(5, 7))

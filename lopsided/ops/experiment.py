@@ -27,6 +27,7 @@ from lopsided.ir.graph import DTYPE_NAMES, Arg, Ref, Value, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import TOLERANCE, call_op, widen_node, widen_value
 from lopsided.ir.placement import I, P, Placement, R, S
+from lopsided.ops.edges import edge_operands
 from lopsided.ops.op import Call
 from lopsided.ops.trial import random_operands, try_rule
 
@@ -55,26 +56,33 @@ def _found(call: Call) -> tuple[Rule, ...]:
     rules = tuple(itertools.islice(hypotheses(small), MOST_HYPOTHESES)) if sets else ()
     for operands in sets:
         rules = held(small, operands, rules)
-    return rules
+    return held_at_edges(small, sets[0], rules) if rules else ()
 
 
-def held(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) -> tuple[Rule, ...]:
+def held_at_edges(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Those of the candidates that hold on zeros, masked rows and other values at the edge, too."""
+    for edited in edge_operands(call, operands).values():
+        candidates = held(call, edited, candidates, edge=True)
+    return tuple(candidates)
+
+
+def held(call: Call, operands: list[Tensor], candidates: Sequence[Rule], *, edge: bool = False) -> tuple[Rule, ...]:
     """Those of the candidates that hold. One at which the child dies or hangs does not; the next child goes on."""
     verdicts = b""
     deaths = 0
     while len(verdicts) < len(candidates) and deaths < _MOST_DEATHS:
-        verdicts += _verdicts(call, operands, candidates[len(verdicts) :])
+        verdicts += _verdicts(call, operands, candidates[len(verdicts) :], edge)
         if len(verdicts) < len(candidates):
             verdicts += b"0"
             deaths += 1
     return tuple(rule for rule, verdict in zip(candidates, verdicts, strict=False) if verdict == ord("1"))
 
 
-def _verdicts(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) -> bytes:
+def _verdicts(call: Call, operands: list[Tensor], candidates: Sequence[Rule], edge: bool) -> bytes:
     """A "1" or "0" for each candidate, from a child; fewer if it did not live to say."""
     # Where there is a GPU, autograd refuses to run in a fork: better unguarded than not at all.
     if not hasattr(os, "fork") or torch.cuda.is_available():
-        return b"".join(b"01"[i : i + 1] for i in (int(holds(call, operands, rule)) for rule in candidates))
+        return b"".join(b"01"[i : i + 1] for i in (int(holds(call, operands, rule, edge)) for rule in candidates))
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # Python warns about forks of processes with threads; this child takes one thread and no lock.
@@ -86,7 +94,7 @@ def _verdicts(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) ->
             _be_silent()
             torch.set_num_threads(1)
             for rule in candidates:
-                os.write(writing, b"1" if holds(call, operands, rule) else b"0")
+                os.write(writing, b"1" if holds(call, operands, rule, edge) else b"0")
         finally:
             os._exit(0)
     os.close(writing)
@@ -116,12 +124,13 @@ def _read(reading: int, child: int) -> bytes:
     return told
 
 
-def holds(call: Call, operands: list[Tensor], rule: Rule) -> bool:
+def holds(call: Call, operands: list[Tensor], rule: Rule, edge: bool = False) -> bool:
     """Two devices forward first, because most hypotheses fail there; then three with other pieces, with gradients."""
-    if try_rule(call, operands, rule, (0.6, 0.4), backward=False) > TOLERANCE:
+    if try_rule(call, operands, rule, (0.6, 0.4), backward=False, edge=edge) > TOLERANCE:
         return False
     return all(
-        try_rule(call, operands, rule, shares, seed=7) <= TOLERANCE for shares in ((0.5, 0.2, 0.3), (0.25, 0.75))
+        try_rule(call, operands, rule, shares, seed=7, edge=edge) <= TOLERANCE
+        for shares in ((0.5, 0.2, 0.3), (0.25, 0.75))
     )
 
 

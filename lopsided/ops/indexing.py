@@ -38,8 +38,9 @@ def _here(local: Local, index: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return torch.where(mine, here, 0), mine
 
 
-def _nothing(local: Local) -> Tensor:
-    return local.tensors[0].new_zeros(local.shapes[0]) + 0 * local.tensors[0].sum()
+def _picked_here(mine: Tensor, found: Tensor) -> Tensor:
+    """What was found, zero where it lies on another device: chosen, since zero times -inf is no number."""
+    return torch.where(mine, found, torch.zeros((), dtype=found.dtype, device=found.device))
 
 
 # Picking
@@ -85,9 +86,9 @@ def gather_from_piece(local: Local) -> Tensor:
     x, index = local.tensors
     dim = dim_of(local.call)
     if not x.shape[dim]:
-        return _nothing(local)
+        return local.nothing()
     safe, mine = _here(local, index, x.shape[dim])
-    return x.gather(dim, safe) * mine.to(x.dtype)
+    return _picked_here(mine, x.gather(dim, safe))
 
 
 def _gather_talks(call: Call) -> list[Talk]:
@@ -108,10 +109,10 @@ def select_from_piece(local: Local) -> Tensor:
     x, index = local.tensors
     dim = dim_of(local.call)
     if not x.shape[dim]:
-        return _nothing(local)
+        return local.nothing()
     safe, mine = _here(local, index.reshape(-1), x.shape[dim])
-    out = x.index_select(dim, safe) * mine.to(x.dtype).reshape(-1, *[1] * (x.dim() - dim - 1))
-    return out.reshape(local.shapes[0])
+    mine = mine.reshape(-1, *[1] * (x.dim() - dim - 1))
+    return _picked_here(mine, x.index_select(dim, safe)).reshape(local.shapes[0])
 
 
 def _select_talks(call: Call) -> list[Talk]:
@@ -166,11 +167,11 @@ def index_from_piece(local: Local) -> Tensor:
     x, index = local.tensors
     (dim,) = _indexed(local.call)
     if not x.shape[dim]:
-        return _nothing(local)
+        return local.nothing()
     length = local.call.shapes[0][dim]
     safe, mine = _here(local, torch.where(index < 0, index + length, index), x.shape[dim])
     out = x.index_select(dim, safe.reshape(-1)).reshape(local.shapes[0])
-    return out * mine.to(x.dtype).reshape(*mine.shape, *[1] * (x.dim() - dim - 1))
+    return _picked_here(mine.reshape(*mine.shape, *[1] * (x.dim() - dim - 1)), out)
 
 
 def _index_talks(call: Call) -> list[Talk]:
@@ -231,9 +232,22 @@ def place_in_piece(local: Local) -> Tensor:
         if length
         else x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])
     )
-    safe, mine = _here(local, local.tensors[1], length)
-    out = local.run(self=torch.cat([x, slot.detach()], dim), index=torch.where(mine, safe, length))
+    index = local.tensors[1]
+    safe, mine = _here(local, index, length)
+    given = {name: value for name, value in _placed(local) if value.dim()}
+    for name, value in given.items():
+        along = mine if mine.dim() == value.dim() else mine.reshape([-1 if d == dim else 1 for d in range(value.dim())])
+        # One is neutral in a product too, whose gradient divides by it.
+        given[name] = torch.where(along, value, torch.ones((), dtype=value.dtype, device=value.device))
+    out = local.run(self=torch.cat([x, slot.detach()], dim), index=torch.where(mine, safe, length), **given)
     return torch.as_tensor(out).narrow(dim, 0, length)
+
+
+def _placed(local: Local) -> Iterator[tuple[str, Tensor]]:
+    """What is placed, by the name of its argument; nothing where it is a number."""
+    for name in ("src", "source"):
+        if local.call.is_tensor(name):
+            yield name, local.tensors[2]
 
 
 def _place_talks(call: Call) -> list[Talk]:
@@ -322,14 +336,14 @@ def embedding_of_table_piece(local: Local) -> Tensor:
     """Rows of the table are cut: look up what is here, zero for the rest; the sum is the lookup."""
     table, index = local.tensors[0], local.tensors[1]
     if not table.shape[0]:
-        return _nothing(local)
+        return local.nothing()
     safe, mine = _here(local, index, table.shape[0])
     rows = F.embedding(safe, table)
     padding = local.call.arg("padding_idx")
     if isinstance(padding, int) and padding >= 0:
         # The padding row is read, and never trained.
         rows = torch.where((index == padding).unsqueeze(-1), rows.detach(), rows)
-    return rows * mine.unsqueeze(-1).to(rows.dtype)
+    return _picked_here(mine.unsqueeze(-1), rows)
 
 
 def _embedding_talks(call: Call) -> list[Talk]:

@@ -26,7 +26,7 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import aten_overload, makes_tensors, resolve_op
 from lopsided.ir.placement import AnyShares, pieces_of
 from lopsided.ops import describe
-from lopsided.ops.op import Ask, Call, Implementation, Local, Randomness, Talking
+from lopsided.ops.op import Ask, Call, Implementation, Local, Randomness, Talking, connected
 from lopsided.ops.views import expand_to_local_shape, to_local_shape
 
 Operands = Sequence[Tensor]
@@ -236,29 +236,3 @@ def _filled(arg: Any, operands: Operands) -> Any:
     if isinstance(arg, _Operand):
         return operands[arg.number]
     return [_filled(part, operands) for part in arg] if isinstance(arg, list) else arg
-
-
-class _Connected(torch.autograd.Function):
-    """A result that should have a gradient and has none here, and the operands: with a gradient of zero."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, *operands: Tensor) -> Tensor:
-        ctx.about = [(t.shape, t.dtype, t.device) for t in operands]
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        needed = ctx.needs_input_grad[1:]
-        zeros = [
-            torch.zeros(shape, dtype=dtype, device=device) if need else None
-            for need, (shape, dtype, device) in zip(needed, ctx.about, strict=True)
-        ]
-        return (None, *zeros)
-
-
-def connected(result: Tensor, operands: Operands) -> Tensor:
-    """The result as a function of the operands, so that going backward reaches them."""
-    if not any(operand.requires_grad for operand in operands):
-        return result
-    made: Tensor = _Connected.apply(result, *operands)  # type: ignore[no-untyped-call]
-    return made

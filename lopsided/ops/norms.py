@@ -207,8 +207,7 @@ class _Normalised(torch.autograd.Function):
 
 def _moved(running: Tensor, towards: Tensor, momentum: float) -> Tensor:
     """A running statistic after one step. Not by `lerp`, which refuses two dtypes."""
-    running = accumulating(running)
-    return running + momentum * (towards.detach() - running)
+    return (1 - momentum) * accumulating(running) + momentum * towards.detach()
 
 
 def batch_norm_cut(local: Local) -> Talking:

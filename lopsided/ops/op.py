@@ -135,6 +135,15 @@ class Local:
         """In the dtype that result `k` has in the graph: under autocast not always that of an operand."""
         return x.to(self.call.node.results[k].torch_dtype)
 
+    def nothing(self, k: int = 0) -> Tensor:
+        """Zeros as result `k`, for a device that has nothing to add to it; every operand has a gradient of zero.
+
+        Not the operands times zero: of a masked score, which is -inf, that would be no number.
+        """
+        value = self.call.node.results[k]
+        where = self.tensors[0].device if self.tensors else torch.get_default_device()
+        return connected(torch.zeros(self.shapes[k], dtype=value.torch_dtype, device=where), self.tensors)
+
     def start(self, placement: Placement) -> int:
         """Where in its dim this device's piece begins."""
         return start_of(self.pieces, self.device) * placement.unit
@@ -159,6 +168,32 @@ class Ask:
     largest: bool = False
     shape: tuple[int, ...] | None = None  # of the whole value, where the tensor is a piece of it
     what: str = ""  # is converted; that of the op if nothing is said
+
+
+class _Connected(torch.autograd.Function):
+    """A result that should have a gradient and has none here, and the operands: with a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *operands: Tensor) -> Tensor:
+        ctx.about = [(t.shape, t.dtype, t.device) for t in operands]
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        needed = ctx.needs_input_grad[1:]
+        zeros = [
+            torch.zeros(shape, dtype=dtype, device=device) if need else None
+            for need, (shape, dtype, device) in zip(needed, ctx.about, strict=True)
+        ]
+        return (None, *zeros)
+
+
+def connected(result: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """The result as a function of the operands, so that going backward reaches them."""
+    if not any(operand.requires_grad for operand in operands):
+        return result
+    made: Tensor = _Connected.apply(result, *operands)  # type: ignore[no-untyped-call]
+    return made
 
 
 Talking = Generator[Ask, Tensor, Any]

@@ -29,10 +29,16 @@ def summands(call: Call) -> str:
 
 
 def scaled(call: Call) -> str:
-    """The first operand times something made of the second: `div`, `xlogy`, shifts to the left."""
+    """The first operand times something made of the second: `div`, shifts to the left."""
     if call.arg("rounding_mode") is not None or not call.is_tensor("self"):
         return nonlinear(call)
     return "... * f[...] -> ..." if len(call.operands) == 2 else "... -> ..."
+
+
+def times_logarithm(call: Call) -> str:
+    """`xlogy`. Zero times the logarithm of zero is zero, but terms of both signs times it add up to no number: linear
+    only where the logarithm is that of a number."""
+    return scaled(call) if len(call.operands) == 1 else nonlinear(call)
 
 
 def masked_fill(call: Call) -> str:
@@ -118,7 +124,7 @@ _UNTAGGED = (
     " arcsin arccos arcsinh arccosh arctanh less less_equal greater greater_equal not_equal"
 )
 
-_SCALED = "ldexp xlogy special_xlogy special_xlog1py bitwise_left_shift __lshift__"
+_SCALED = "ldexp bitwise_left_shift __lshift__"
 
 POINTWISE: dict[str, Op] = {
     **entries(_LINEAR, Op("... -> ...")),
@@ -134,6 +140,7 @@ POINTWISE: dict[str, Op] = {
     "aten.divide": Op(scaled),
     "aten.true_divide": Op(scaled),
     **entries(_SCALED, Op(scaled)),
+    **entries("xlogy special_xlogy special_xlog1py", Op(times_logarithm)),
     "aten.addcmul": Op("... + ... * ... -> ..."),
     "aten.addcdiv": Op("... + ... * f[...] -> ..."),
     "aten.lerp.Scalar": Op("... + ... -> ..."),

@@ -179,7 +179,7 @@ def convolution_of_piece(local: Local) -> object:
     channels = x.shape[-rank - 1]
     if not channels or not weight.shape[1]:
         # Kernels refuse a convolution over no channels; as a term of a sum it is the bias alone.
-        out = x.new_zeros(local.shapes[0], dtype=local.call.node.results[0].torch_dtype) + 0 * (x.sum() + weight.sum())
+        out = local.nothing()
         return local.as_result(out + local.tensors[2].reshape(-1, *[1] * rank)) if len(local.tensors) > 2 else out
     if int(local.call.arg("groups")) == 1:
         return local.run()
@@ -193,10 +193,10 @@ def convolution_of_piece(local: Local) -> object:
 
 def bilinear_of_piece(local: Local) -> object:
     """Kernels refuse a form over no features; as a term of a sum it is the bias alone."""
-    left, right, weight, *bias = local.tensors
+    _, _, weight, *bias = local.tensors
     if weight.numel():
         return local.run()
-    out = left.new_zeros(local.shapes[0]) + 0 * (left.sum() + right.sum() + weight.sum())
+    out = local.nothing()
     return local.as_result(out + bias[0] if bias else out)
 
 
@@ -242,7 +242,7 @@ def grouped_mm_of_piece(local: Local) -> object:
     """Kernels want rows in multiples of 16 bytes: pieces are filled up with zeros."""
     x, stack = local.tensors[:2]
     if not x.numel() or not stack.numel():
-        return local.as_result(x.new_zeros(local.shapes[0]) + 0 * (x.sum() + stack.sum()))
+        return local.nothing()
     return _grouped_mm(local, x, stack, local.tensors[2:])
 
 
@@ -268,7 +268,8 @@ def experts_of_piece(local: Local) -> object:
         torch.cat([torch.zeros_like(stack[:1]), stack]) if stack.shape[0] else _no_expert(local),
         [mine],
     )
-    return torch.where((torch.arange(x.shape[0], device=x.device) < mine[-1]).unsqueeze(-1), out, 0)
+    rows = torch.arange(x.shape[0], device=x.device)
+    return torch.where(((rows >= begin) & (rows < mine[-1])).unsqueeze(-1), out, 0)
 
 
 def _no_expert(local: Local) -> torch.Tensor:

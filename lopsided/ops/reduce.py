@@ -180,16 +180,21 @@ def _peak(x: Tensor, dims: list[int]) -> Talking:
     if all(x.shape[d] for d in dims):
         largest = x.detach().amax(dims, keepdim=True)
     else:
-        # A device without a piece knows no largest element: the lowest number stands for that.
-        largest = x.detach().sum(dims, keepdim=True) + torch.finfo(x.dtype).min
+        # A device without a piece knows no largest element: what is lower than all stands for that.
+        largest = x.detach().sum(dims, keepdim=True) - math.inf
     return (yield Ask(largest, largest=True))
+
+
+def _shift(x: Tensor, dims: list[int]) -> Talking:
+    """The largest element along dims as far as it is finite: a row of -inf alone has the answer NaN, as softmax has,
+    and a shift of zero keeps it."""
+    peak = yield from _peak(x, dims)
+    return torch.where(peak.isfinite(), peak, torch.zeros_like(peak))
 
 
 def shifted(x: Tensor, dims: list[int], to: Placement = R) -> Talking:
     """x less its largest along whole dims, the sum of exponentials over them as `to`, and the shift."""
-    peak = yield from _peak(x, dims)
-    # A row of -inf alone has the answer NaN, as softmax has; a shift of zero keeps it.
-    peak = torch.where(peak.isfinite(), peak, torch.zeros_like(peak))
+    peak = yield from _shift(x, dims)
     less = x - peak
     total = yield Ask(less.exp().sum(dims, keepdim=True), P, to)
     return less, total, peak
@@ -232,11 +237,16 @@ def extreme_cut(local: Local) -> Talking:
 
 def vector_norm_cut(local: Local) -> Talking:
     x, dims, order = _operand(local), dims_of(local.call), _order(local.call)
-    total = yield Ask(x.abs().pow(order).sum(dims, keepdim=True), P, I)
-    nonzero = total > 0
-    # The gradient at zero is zero.
-    root = torch.where(nonzero, total, torch.ones_like(total)).pow(1 / order)
-    return local.as_result(torch.where(nonzero, root, torch.zeros_like(root))).reshape(local.shapes[0])
+    powers = x.abs().pow(order) if order > 1 else _power(x, order)
+    total = yield Ask(powers.sum(dims, keepdim=True), P, I)
+    return local.as_result(_power(total, 1 / order)).reshape(local.shapes[0])
+
+
+def _power(x: Tensor, order: float) -> Tensor:
+    """|x| to a power below one: its slope at zero is infinite, and torch takes it for zero."""
+    is_zero = x == 0
+    elsewhere = torch.where(is_zero, torch.ones_like(x), x).abs().pow(order)
+    return torch.where(is_zero, x.detach().abs().pow(order), elsewhere)
 
 
 def _order(call: Call) -> float:
@@ -250,15 +260,20 @@ def variance_cut(local: Local) -> Talking:
     count = math.prod(call.shapes[0][d] for d in dims)
     unbiased, correction = call.arg("unbiased"), call.arg("correction")
     freedom = count - (float(unbiased) if unbiased is not None else 1 if correction is None else number(correction))
+    shift: Tensor | float = 0.0
+    if "std" in call.node.op:
+        # Of a constant row the deviation is exactly zero. Its mean may be rounded, that of its differences is not.
+        shift = yield from _shift(x, dims)
+        x = x - shift
     total = x.sum(dims, keepdim=True)
     mean = (yield Ask(total, P, R)) / count
     spread = (yield Ask((x - mean).square().sum(dims, keepdim=True), P, I)) / freedom
     if "std" in call.node.op:
-        spread = spread.sqrt()
+        spread = _power(spread, 0.5)
     spread = local.as_result(spread).reshape(local.shapes[0])
     if len(local.shapes) == 1:
         return spread
-    mean = (yield Ask(total, P, I)) / count
+    mean = (yield Ask(total, P, I)) / count + shift
     return spread, local.as_result(mean, 1).reshape(local.shapes[1])
 
 
@@ -422,7 +437,7 @@ def _samples_of_moments_and_norms(draw: Draw) -> Iterator[Sample]:
     yield sample("aten.norm.ScalarOpt_dim", draw.real(5, 4), 1, [1], True)
     yield sample("aten.norm.ScalarOpt_dtype", draw.real(5, 4), 2, dtype=torch.float64)
     yield sample("aten.norm.ScalarOpt_dim_dtype", draw.real(5, 4), 2, [0], False, dtype=torch.float64)
-    for order in (2, 1, 3, math.inf, 0):
+    for order in (2, 1, 3, 0.5, -1, math.inf, 0):
         yield sample("aten.linalg_vector_norm.default", draw.real(5, 4), order, [-1], True)
     yield sample("aten.linalg_vector_norm.default", draw.real(5, 4))
     yield sample("aten.linalg_norm.default", draw.real(5, 4), None, [1])

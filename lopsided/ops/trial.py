@@ -2,12 +2,16 @@
 
 In: a `Call`, tensors for its operands, a `Rule`. Out: the worst relative error over the joined results and the joined
 gradients of every operand, in float64; `inf` if the kernels refuse. The validator and the experiments are made of this.
+
+On values at the edge (`lopsided.ops.edges`) one device may have no number to compare with. Then a result must be equal
+where one device has a number or an infinity, and no number where it has none; a gradient, and what is summed from terms
+that the devices were given, must be equal where one device has a finite one: infinite terms of both signs are no sum.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +19,7 @@ from torch import Tensor
 from lopsided.errors import LopsidedError
 from lopsided.ir.graph import Value
 from lopsided.ir.notation import Rule
-from lopsided.ir.placement import I, Placement, R, join_pieces
+from lopsided.ir.placement import I, P, Placement, R, join_pieces
 from lopsided.ops.op import Call
 from lopsided.ops.simulated_devices import Parts, SeededRandomness, cotangent, move, run_rule, sum_parts
 
@@ -67,18 +71,25 @@ def try_rule(
     *,
     seed: int = 0,
     backward: bool = True,
+    edge: bool = False,
 ) -> float:
     """The worst relative error of running `call` by `rule`, against one device."""
     if not all(p.fits(v.shape) for p, v in zip(rule.needs, call.operands, strict=True)):
         return math.inf
     try:
-        return _try_rule(call, operands, rule, shares, seed, backward)
+        return _try_rule(call, operands, rule, shares, seed, backward, edge)
     except (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError, LopsidedError):
         return math.inf
 
 
 def _try_rule(
-    call: Call, operands: Sequence[Tensor], rule: Rule, shares: tuple[float, ...], seed: int, backward: bool
+    call: Call,
+    operands: Sequence[Tensor],
+    rule: Rule,
+    shares: tuple[float, ...],
+    seed: int,
+    backward: bool,
+    edge: bool,
 ) -> float:
     generator = torch.Generator().manual_seed(seed + 1)
     grads = [value.grad for value in call.operands]
@@ -89,8 +100,12 @@ def _try_rule(
         for t, need, grad in zip(wholes, rule.needs, grads, strict=True)
     ]
     made = run_rule(call, rule, placed, shares, SeededRandomness(seed, shares))
+    left_out = None if not edge else _not_finite if P in rule.needs else _no_numbers
     error = max(
-        (_disagreement(parts, give, out) for parts, give, out in zip(made, rule.gives, expected, strict=True)),
+        (
+            _disagreement(parts, give, out, left_out)
+            for parts, give, out in zip(made, rule.gives, expected, strict=True)
+        ),
         default=0.0,
     )
     if not backward or error > 1e-6 or not any(out.requires_grad for out in expected):
@@ -111,7 +126,8 @@ def _try_rule(
     for parts, need, whole in zip(placed, rule.needs, wholes, strict=True):
         if whole.requires_grad:
             gradients = [_gradient(part) for part in parts]
-            error = max(error, _disagreement(gradients, cotangent(need), _gradient(whole)))
+            left_out = _not_finite if edge else None
+            error = max(error, _disagreement(gradients, cotangent(need), _gradient(whole), left_out))
     return error
 
 
@@ -130,21 +146,42 @@ def distribute(whole: Tensor, placement: Placement, shares: tuple[float, ...], g
     terms: list[Tensor] = []
     for _ in shares[1:]:
         if whole.dtype.is_floating_point or whole.dtype.is_complex:
-            terms.append((torch.rand(whole.shape, generator=generator, dtype=torch.float64) - 0.5).to(whole.dtype))
+            # Sixty-fourths: they add up to zero without rounding.
+            drawn = torch.rand(whole.shape, generator=generator, dtype=torch.float64) - 0.5
+            terms.append(((drawn * 64).round() / 64).to(whole.dtype))
         else:
             terms.append(torch.randint(-3, 4, whole.shape, generator=generator).to(whole.dtype))
     return [whole - sum_parts(terms) if terms else whole, *terms]
 
 
-def _disagreement(parts: Parts, placement: Placement, whole: Tensor) -> float:
-    """How far the parts are from the whole value they should be, relative to its size."""
+# At the edge much is zero, and rounding around it is no mistake: a norm of zeros divides by the root of its epsilon.
+_EDGE_FLOOR = 10.0
+
+_LeftOut = Callable[[Tensor, Tensor], Tensor]
+
+
+def _not_finite(found: Tensor, whole: Tensor) -> Tensor:
+    return ~whole.isfinite()
+
+
+def _no_numbers(found: Tensor, whole: Tensor) -> Tensor:
+    return whole.isnan() & ~found.isfinite()
+
+
+def _disagreement(parts: Parts, placement: Placement, whole: Tensor, left_out: _LeftOut | None = None) -> float:
+    """How far the parts are from the whole value they should be, relative to its size, but for what is `left_out`."""
     if placement.is_shard:
         candidates = [join_pieces(parts, placement)]
     elif placement.kind == "P":
         candidates = [sum_parts(parts)]
     else:
         candidates = parts
-    return max(relative_error(candidate, whole) for candidate in candidates)
+    if left_out is None:
+        return max(relative_error(candidate, whole) for candidate in candidates)
+    if any(candidate.shape != whole.shape for candidate in candidates):
+        return math.inf
+    compared = [torch.where(left_out(candidate, whole), whole, candidate) for candidate in candidates]
+    return max(relative_error(candidate, whole, _EDGE_FLOOR) for candidate in compared)
 
 
 def relative_error(found: Tensor, expected: Tensor, floor: float = 1e-6) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -19,52 +21,55 @@ def reshape(call: Call) -> Written:
 
 
 def reshape_line(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[str, dict[str, int]]:
-    """Split and merge dims where their boundaries agree; where they do not, keep the dims whole.
+    """Split and merge dims where their boundaries agree; what lies between others stays whole.
 
     >>> reshape_line((4, 8, 6), (32, 2, 3))
     ('a1 a2 (a3 a4) -> (a1 a2) a3 a4', {'a1': 4, 'a2': 8, 'a3': 2, 'a4': 3})
+    >>> reshape_line((6, 3, 8), (12, 12))[0]
+    'a1 X0 X1 -> (a1 Y2) Y3'
     """
     if 0 in before:
         return f"{whole(before, 0)} -> {whole(after, 1)}", {}
-    # A boundary is the product of the dims left of it: both shapes are the same elements in the same order.
-    boundaries = [_prefixes(before), _prefixes(after)]
-    atoms = [1]
-    sizes: dict[str, int] = {}
-    broken: set[int] = set()
-    for boundary in sorted({*boundaries[0], *boundaries[1]}):
-        if boundary % atoms[-1]:
-            broken.add(atoms[-1])
-            broken.add(boundary)
-        atoms.append(boundary)
-    sides = []
-    fresh = 0
-    for side, shape in enumerate((before, after)):
-        dims, start = [], 1
-        for size in shape:
-            if size == 1:
-                dims.append("1")
-                continue
-            inside = [b for b in atoms if start < b <= start * size]
-            crossing = any(b in broken for b in inside) or start in broken
-            if crossing or any(later % earlier for earlier, later in zip([start, *inside], inside, strict=False)):
-                dims.append(f"{'XY'[side]}{fresh}")
-                fresh += 1
-            else:
-                names = [f"a{atoms.index(b)}" for b in inside]
-                for name, earlier, later in zip(names, [start, *inside], inside, strict=False):
-                    sizes[name] = later // earlier
-                dims.append(names[0] if len(names) == 1 else f"({' '.join(names)})")
-            start *= size
+    shared = _shared_indices(before, after)
+    sides, sizes, fresh = [], dict[str, int](), itertools.count()
+    for side, shape in zip("XY", (before, after), strict=True):
+        dims = []
+        for start, end in _spans(shape):
+            names, reached = [], start
+            for name, (low, high) in [*shared.items(), ("", (end, end))]:
+                if start <= low and high <= end and end > start:
+                    if low > reached:
+                        names.append(f"{side}{next(fresh)}")
+                        sizes[names[-1]] = low // reached
+                    if name:
+                        names.append(name)
+                        sizes[name] = high // low
+                    reached = high
+            dims.append(f"({' '.join(names)})" if len(names) > 1 else names[0] if names else "1")
         sides.append(" ".join(dims) or "()")
     return f"{sides[0]} -> {sides[1]}", sizes
 
 
-def _prefixes(shape: tuple[int, ...]) -> set[int]:
-    found, product = set(), 1
-    for size in shape:
-        product *= size
-        found.add(product)
-    return found - {1}
+def _spans(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Where each dim lies: the product of the dims left of it, and that times its size."""
+    ends = list(itertools.accumulate(shape, operator.mul, initial=1))
+    return list(itertools.pairwise(ends))
+
+
+def _shared_indices(before: tuple[int, ...], after: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+    """The indices both shapes have: each between two neighbouring boundaries of dims, which are products of the dims
+    left of them. An index is one of a dim if what lies left and right of it within the dim is a whole number of times.
+    """
+    spans = [_spans(before), _spans(after)]
+    found: dict[str, tuple[int, int]] = {}
+    boundaries = sorted({end for side in spans for _, end in side} | {1})
+    for number, (low, high) in enumerate(itertools.pairwise(boundaries), start=1):
+        around = [next(span for span in side if span[0] <= low and high <= span[1]) for side in spans]
+        # A dim is written as a product of indices, so the one before in the same dim must divide this one's place.
+        last = [max((end for _, end in found.values() if start < end <= low), default=start) for start, _ in around]
+        if high % low == 0 and not any(low % at for at in last) and not any(end % high for _, end in around):
+            found[f"a{number}"] = low, high
+    return found
 
 
 def to_local_shape(local: Local) -> object:

@@ -78,12 +78,29 @@ def nearest(call: Call) -> Written:
     """Where every element is repeated a whole number of times, space may be cut."""
     rank = _rank(call)
     before, after = call.shapes[0][-rank:], call.results[0][-rank:]
-    if any(new % old for old, new in zip(before, after, strict=True)):
+    if not _scales_are_whole(call) or not all(map(_repeats, before, after)):
         return linear(call)
     left, right = (spec([form.format(k) for k in range(rank)]) for form in ("x{0}", "(x{0} T{0})"))
     return f"... {left} -> ... {right}", {
         f"T{k}": new // old for k, (old, new) in enumerate(zip(before, after, strict=True))
     }
+
+
+def _repeats(before: int, after: int) -> bool:
+    """Whether every element is repeated as often; kernels divide in float32, which rounds for some (41 times)."""
+    if not before or after % before:
+        return False
+    places = torch.arange(after, device="cpu")
+    scale = torch.tensor(before, device="cpu").float() / after
+    return torch.equal((places.float() * scale).floor().long(), places // (after // before))
+
+
+def _scales_are_whole(call: Call) -> bool:
+    """Scales that are given are used, also where their size comes out as a multiple: 2.05 times 16 is
+    32, and the first element is then taken three times, the last once."""
+    given = [scale for name, scale in call.given().items() if name.startswith("scale") and scale is not None]
+    listed = [part for scale in given for part in (scale if isinstance(scale, Sequence) else [scale])]
+    return all(float(scale).is_integer() for scale in listed)
 
 
 def nearest_of_piece(local: Local) -> object:
@@ -122,15 +139,16 @@ def affine_grid_of_piece(local: Local) -> object:
 
 
 def unpooled(call: Call) -> str:
-    rank = _rank(call)
-    # Each element goes to a place in the whole plane: pieces fill parts of it, and add up.
-    before, after = (spec(["...", *(f"{c}{k}" for k in range(rank))]) for c in "xY")
+    """Each element goes to a place in the whole plane. Windows that overlap name a place twice, and the last to write
+    there counts: pieces of space would add up, so space stays whole."""
+    before, after = (spec(["...", *(f"{c}{k}" for k in range(_rank(call)))]) for c in "XY")
     return f"{before} * f[{before}] -> {after}"
 
 
 def unpooled_of_piece(local: Local) -> object:
-    x = local.tensors[0]
-    return local.run() if x.numel() else x.new_zeros(local.shapes[0]) + x.sum()  # the kernel refuses an empty piece
+    """Going backward, the kernel wants indices in one block of memory, and a piece may be a view."""
+    x, indices = local.tensors
+    return local.run(self=x, indices=indices.clone(memory_format=torch.contiguous_format))
 
 
 _NEAREST = (
@@ -202,7 +220,10 @@ def _samples_of_upsamples(draw: Draw) -> Iterator[Sample]:
         for name in (f"upsample_nearest{rank}d", f"_upsample_nearest_exact{rank}d"):
             yield sample(f"aten.{name}.default", draw.real(5, 4, *space), doubled)
             yield sample(f"aten.{name}.default", draw.real(5, 4, *space), odd)
+            if rank == 1:
+                yield sample(f"aten.{name}.default", draw.real(1, 2, 8), [328])
             yield sample(f"aten.{name}.vec", draw.real(5, 4, *space), None, [2.0] * rank)
+            yield sample(f"aten.{name}.vec", draw.real(3, 2, *(16, 2, 4)[:rank]), None, [2.05] * rank)
     for name, space in (
         ("upsample_linear1d", (3,)),
         ("upsample_bilinear2d", (3, 2)),

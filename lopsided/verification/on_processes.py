@@ -15,7 +15,6 @@ same random numbers.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import random
@@ -36,7 +35,7 @@ from lopsided.comm.world import World, meet
 from lopsided.errors import ModelError, PlanError
 from lopsided.ir.graph import DTYPES, Graph
 from lopsided.ir.graph_text import parse_graph
-from lopsided.ir.op_call import TOLERANCE, in_float64
+from lopsided.ir.op_call import TOLERANCE, default_dtype_of, in_float64
 from lopsided.ir.placement import Shares
 from lopsided.ir.program import Program, Step, one_device, parse_program
 from lopsided.models.by_name import load
@@ -52,6 +51,7 @@ from lopsided.runtime.differences import differences
 from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.verification.copies import copied, widened
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare, random_program, random_shares
 
@@ -291,7 +291,8 @@ def _cast(model: nn.Module, batch: dict[str, object], dtype: str) -> Built:
     tensors, rebuild = flatten_batch(batch)
     to = DTYPES[dtype]
     inputs = [tensor.to(to) if tensor.dtype.is_floating_point else tensor for tensor in tensors.values()]
-    return model.to(to), rebuild(inputs)[1]
+    # Not by `Module.to`, which takes complex parameters for real ones.
+    return model._apply(lambda t: t.to(to) if t.dtype.is_floating_point else t), rebuild(inputs)[1]
 
 
 def _take_from_rank_0(tensor: Tensor) -> None:
@@ -326,11 +327,12 @@ class Sameness:
 def compare_step(model: nn.Module, batch: Batch, plan: Plan, world: World, *, seed: int = 0) -> Sameness:
     """One forward and backward pass in float64."""
     wide = in_wide(plan)
-    model64, batch64 = copy.deepcopy(model).to(world.device, torch.float64), _double(batch, world.device)
+    model64, batch64 = widened(copied(model).to(world.device)), _double(batch, world.device)
     expected = simulate(one_device(wide.graph), model64, batch64, (1.0,), seed=seed)
-    pm = seeded(copy.deepcopy(model64), batch64, wide, world, seed)
-    loss = pm(**batch64)
-    loss.backward()
+    pm = seeded(copied(model64), batch64, wide, world, seed)
+    with default_dtype_of(wide.graph):
+        loss = pm(**batch64)
+        loss.backward()
     errors = [(relative_error(loss.detach(), expected.loss), "loss")]
     # A gradient that is nothing but rounding is measured against the largest there is.
     floor = 1e-5 * max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
@@ -371,8 +373,8 @@ def compare_training(
 ) -> Sameness:
     """`steps` steps of AdamW in the plan's own dtype, the same batch every time, on the processes and on one device; as
     long as the loss of one device is a number."""
-    alone = copy.deepcopy(model).to(world.device)
-    pm = seeded(copy.deepcopy(model), batch, plan, world, seed)
+    alone = copied(model).to(world.device)
+    pm = seeded(copied(model), batch, plan, world, seed)
     ours = torch.optim.AdamW(pm.parameters(), lr=lr)
     theirs = torch.optim.AdamW(alone.parameters(), lr=lr)
     whole = one_device(plan.graph)

@@ -19,6 +19,7 @@ from lopsided.comm.in_process import run_ranks
 from lopsided.comm.redistribute import Redistributor
 from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
+from lopsided.ir.op_call import default_dtype_of
 from lopsided.ir.placement import Placement, Shares, check_shares, join_pieces, pieces_of, take_piece
 from lopsided.ir.program import Program, check_facts
 from lopsided.ops.simulated_devices import SeededRandomness
@@ -54,11 +55,12 @@ def simulate(
         # Every call of torch takes longer where a default device is set, if only to what it is anyway.
         with nullcontext() if device == torch.get_default_device() else device:
             schedule = lower(program)
-            ranks = run_ranks(
-                len(fractions),
-                device,
-                lambda communicator: _run_rank(schedule, sources, fractions, seed, communicator, device),
-            )
+            with default_dtype_of(program.graph):
+                ranks = run_ranks(
+                    len(fractions),
+                    device,
+                    lambda communicator: _run_rank(schedule, sources, fractions, seed, communicator, device),
+                )
     return _joined(program, ranks)
 
 

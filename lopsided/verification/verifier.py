@@ -10,7 +10,6 @@ included, and shares may be zero.
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from collections import Counter
@@ -32,6 +31,7 @@ from lopsided.ir.placement import I, P, Placement, R, check_shares
 from lopsided.ir.program import Chain, Program, RuleBook, Step, check_program, one_device
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.trial import relative_error
+from lopsided.verification.copies import copied
 from lopsided.verification.simulator import Simulation, simulate
 
 _LARGE = 2_000_000  # parameters, from which on memory is looked at before anything is run
@@ -89,7 +89,7 @@ def verify(
         raise ModelError("no parameter of the model requires a gradient", do="train at least one parameter")
     if sum(p.numel() for p in model.parameters()) > _LARGE:
         _check_memory(in_float64(trace(model, batch, loss_fn=loss_fn)), len(first or ()) or devices)
-    model64, batch64 = _copy(model).double(), _double(batch)
+    model64, batch64 = copied(model).double(), _double(batch)
     try:
         _run_model(model64, batch64, loss_fn)
     except Exception:
@@ -190,16 +190,6 @@ def _check_finite(reference: Simulation) -> None:
             )
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise ModelError(
-            f"{model._get_name()} cannot be copied: {error}",
-            do="keep locks, files and computed tensors out of the module; use parametrizations for weight norm",
-        ) from error
-
-
 def _double(batch: object) -> object:
     tensors, rebuild = flatten_batch(batch)
     wide = [t.double() if t.dtype.is_floating_point else t.clone() for t in tensors.values()]
@@ -208,7 +198,7 @@ def _double(batch: object) -> object:
 
 def _run_model(model: nn.Module, batch: object, loss_fn: LossFn | None) -> tuple[nn.Module, Tensor]:
     """A copy of the model after one forward and backward pass, and its loss."""
-    eager = _copy(model)
+    eager = copied(model)
     cached = torch.is_autocast_cache_enabled()
     try:
         # With its cache, autocast adds up a weight's gradients in the small dtype.

@@ -112,6 +112,13 @@ def reduces(wire: Communicator) -> int:
         every = [holds(wire, rank, 5, dtype).double() for rank in range(wire.size)]
         assert wire.maximum(flat).wait() is flat
         assert equal(flat, torch.stack(every).amax(0).to(dtype)), dtype
+    # Complex numbers by their parts.
+    phases = torch.tensor([1 + 2j, 3 - 1j, -1j], device=wire.device)
+    turns = wire.size * (wire.size + 1) / 2
+    counts = [3, *[0] * (wire.size - 1)]
+    piece = wire.reduce_scatter(phases * (wire.rank + 1), counts).wait()
+    assert equal(piece, phases[: counts[wire.rank]] * turns)
+    assert equal(wire.all_reduce(phases * (wire.rank + 1)).wait(), phases * turns)
     # Any of them.
     flags = torch.tensor([False, wire.rank == 0, True], device=wire.device)
     assert wire.all_reduce(flags).wait().tolist() == [False, True, True]
@@ -394,9 +401,10 @@ def refused() -> list[str]:
         lambda: wire.all_gather(torch.ones(4), [4, 4, 4]),
         lambda: wire.reduce_scatter(torch.ones(7), [4, 4]),
         lambda: wire.all_to_all(torch.ones(7), [4, 4], [4, 4]),
-        lambda: wire.all_reduce(torch.ones(2, dtype=torch.complex64), what="phases"),
+        lambda: wire.all_reduce(torch.ones(2, dtype=torch.uint64), what="phases"),
         lambda: wire.all_reduce(torch.ones(2), algorithm="padded"),
         lambda: wire.all_gather(torch.ones(4), [4, 4], algorithm="ring"),
+        lambda: wire.maximum(torch.ones(2, dtype=torch.complex64), what="phases"),
     ]
     for attempt in wrong:
         try:
@@ -411,7 +419,8 @@ def test_what_cannot_be_is_refused(crews: Callable[[int], WorkerPool]) -> None:
     said = crews(2).run(refused)[1]
     assert said[0].startswith("w1: 3 elements where 4 were agreed on\n  where   rank 1 of 2")
     assert said[2].startswith("a collective: 3 counts for 2 devices")
-    assert said[5].startswith("phases: torch.complex64 cannot be added up")
+    assert said[5].startswith("phases: torch.uint64 cannot be added up")
+    assert said[8].startswith("phases: torch.complex64 has no largest number")
     assert said[7] == "all_gather cannot be carried out as 'ring'\n  do      choose from padded, grouped, all_to_all"
 
 

@@ -10,14 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lopsided.ir.placement import P
+from lopsided.ir.op_call import TOLERANCE
+from lopsided.ir.placement import I, P, R
 from lopsided.ops import TABLE, describe
+from lopsided.ops.derive import call_rules
+from lopsided.ops.indexing import gather as gather_line
 from lopsided.ops.losses import classified
-from lopsided.ops.op import Call, Local, Op, Talk, number
+from lopsided.ops.op import Ask, Call, Local, Op, Talk, Talking, Written, number
 from lopsided.ops.products import convolution
 from lopsided.ops.reduce import linear as sum_line
 from lopsided.ops.sample import Draw, Sample, sample
-from lopsided.ops.validator import validate
+from lopsided.ops.trial import try_rule
+from lopsided.ops.validator import as_call, validate
+from lopsided.ops.windows import nearest_of_piece, unpooled_of_piece
 
 _draw = Draw(0)
 
@@ -40,6 +45,56 @@ def _lookup_without_offset(local: Local) -> Tensor:
 
 def _lookup(call: Call) -> list[Talk]:
     return [Talk("V", "table", _lookup_without_offset, P, in_one_block=True)]
+
+
+# Right on ordinary numbers, wrong at the edge
+
+
+def _gathered_by_product(local: Local) -> Tensor:
+    """Zero times what others hold: no number where that is -inf."""
+    x, index = local.tensors
+    if not x.shape[1]:
+        return local.nothing()
+    here = index - local.start(local.rule.needs[0])
+    mine = (here >= 0) & (here < x.shape[1])
+    return x.gather(1, torch.where(mine, here, 0)) * mine
+
+
+def _gather_talks(call: Call) -> list[Talk]:
+    return [Talk("X1", "pick", _gathered_by_product, P, in_one_block=True)]
+
+
+def _deviation(local: Local) -> Talking:
+    """With an infinite slope at zero."""
+    x = local.tensors[0]
+    mean = (yield Ask(x.sum(1), P, R)) / local.call.shapes[0][1]
+    square = yield Ask((x - mean.unsqueeze(1)).square().sum(1), P, I)
+    return (square / (local.call.shapes[0][1] - 1)).sqrt()
+
+
+def _deviation_talks(call: Call) -> list[Talk]:
+    return [Talk("B", "variance", _deviation, I)]
+
+
+def _largest(local: Local) -> Talking:
+    """The lowest number stands for a piece without elements: there is a lower one."""
+    x = local.tensors[0]
+    lowest = x.new_full((len(x),), torch.finfo(x.dtype).min)
+    peak = yield Ask(x.detach().amax(1) if x.shape[1] else lowest, largest=True)
+    return peak
+
+
+def _largest_talks(call: Call) -> list[Talk]:
+    return [Talk("B", "extreme", _largest, I)]
+
+
+def _repeated(call: Call) -> Written:
+    """By the sizes alone, whatever scale made them."""
+    return "... x -> ... (x T)", {"T": call.results[0][-1] // call.shapes[0][-1]}
+
+
+def _unpooled(local: Local) -> object:
+    return unpooled_of_piece(local) if local.tensors[0].numel() else local.nothing()
 
 
 def _rows_as_independent(call: Call) -> str:
@@ -156,6 +211,64 @@ MISTAKES = [
         missing=("S0, S0 → S0",),
     ),
 ]
+
+
+AT_THE_EDGE = [
+    _mistake(
+        "a pick by a product with zero",
+        Op(gather_line, talks=_gather_talks),
+        "aten.gather.default",
+        *(_draw.real(5, 7), 1, _draw.below(7, 5, 4)),
+        wrong=("S1, R → P  [pick]",),
+    ),
+    _mistake(
+        "a deviation with an infinite slope",
+        Op("f[a B] -> a", talks=_deviation_talks),
+        "aten.std.dim",
+        *(_draw.real(5, 3), [1]),
+        wrong=("S1 → I  [variance]",),
+    ),
+    _mistake(
+        "a lowest number below which there is one",
+        Op("f[a B] -> a", talks=_largest_talks),
+        "aten.amax.default",
+        *(_draw.constant(5, 3), [1]),
+        wrong=("S1 → I  [extreme]",),
+    ),
+    _mistake(
+        "the logarithm of zero as a factor",
+        Op("... * f[...] -> ..."),
+        "aten.xlogy.Tensor",
+        *(_draw.real(5, 3), _draw.positive(3)),
+        wrong=("P, R → P",),
+    ),
+    _mistake(
+        "windows side by side where they overlap",
+        Op("a b x y * f[a b x y] -> a b X Y", local=_unpooled),
+        "aten.max_unpool2d.default",
+        *(_draw.real(1, 1, 3, 2), _draw.order(24)[:6].reshape(1, 1, 3, 2), [6, 4]),
+        wrong=("S2, S2 → P", "S3, S3 → P"),
+    ),
+]
+"""Mistakes that no ordinary number shows."""
+
+
+@pytest.mark.parametrize("mistake", AT_THE_EDGE, ids=lambda mistake: mistake.name)
+def test_a_mistake_at_the_edge_is_caught(mistake: Mistake, table: pytest.MonkeyPatch) -> None:
+    table.setitem(TABLE, mistake.op, mistake.entry)
+    call, tensors = as_call(mistake.call)
+    assert all(try_rule(call, tensors, rule) <= TOLERANCE for rule in call_rules(call))
+    assert tuple(str(rule) for rule, _ in validate(mistake.call, search_missing=False).wrong) == mistake.wrong
+
+
+def test_a_scale_that_is_not_whole_repeats_nothing_evenly(table: pytest.MonkeyPatch) -> None:
+    table.setitem(TABLE, "aten.upsample_nearest1d", Op(_repeated, local=nearest_of_piece))
+    evenly = sample("aten.upsample_nearest1d.vec", _draw.real(3, 2, 16), None, [2.0])
+    unevenly = sample("aten.upsample_nearest1d.vec", _draw.real(3, 2, 16), None, [2.05])
+    assert not validate(evenly, search_missing=False).wrong
+    assert {str(rule) for rule, _ in validate(unevenly, search_missing=False).wrong} == {
+        *("S2 → S2/2", "S2/2 → S2/4", "S2x2 → S2x2/2")
+    }
 
 
 @pytest.fixture
