@@ -39,14 +39,14 @@ _DO = (
 
 
 @dataclass(frozen=True)
-class Work:
+class PassSize:
     """What a forward pass of a graph takes, roughly."""
 
     flop: float
     bytes: int
 
     @staticmethod
-    def of(graph: Graph) -> Work:
+    def of(graph: Graph) -> PassSize:
         weights = {leaf.value.name: leaf.value for leaf in graph.parameters if len(leaf.value.shape) > 1}
         flop = 0.0
         for node in graph.nodes:
@@ -55,7 +55,7 @@ class Work:
                 weights[name].elements / max(weights[name].shape[0], 1) for name in node.operands if name in weights
             ]
             flop += made * (2 * sum(inner) + 1)
-        return Work(flop, sum(value.bytes for node in graph.nodes for value in node.results))
+        return PassSize(flop, sum(value.bytes for node in graph.nodes for value in node.results))
 
     def part_that_fits(self, kind: str) -> float:
         flop, held = _FLOP.get(kind, 0.0), _BYTES.get(kind, 0)
@@ -68,7 +68,7 @@ def fewer_rows(model: nn.Module, batch: object, graph: Graph) -> object | None:
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     if any(t.is_meta for t in (*model.parameters(), *model.buffers(), *tensors.values())):
         return None
-    part = Work.of(graph).part_that_fits(where.type)
+    part = PassSize.of(graph).part_that_fits(where.type)
     if part >= 1:
         return batch
     rows = {t.shape[0] for t in tensors.values() if t.dim()}

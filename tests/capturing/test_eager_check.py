@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lopsided.capturing.capture_graph import capture_call, check_captured
-from lopsided.capturing.eager_check import Work, fewer_rows
+from lopsided.capturing.eager_check import PassSize, fewer_rows
 from lopsided.errors import CaptureError
 from lopsided.models.by_name import load
 
@@ -111,7 +111,7 @@ def test_a_large_batch_is_compared_on_fewer_rows() -> None:
     part = fewer_rows(net, x, captured.traced)
     assert isinstance(part, Tensor)
     assert 1 <= len(part) < 4096
-    assert Work.of(captured.traced).flop >= 2 * 2 * 4096 * 512 * 2048
+    assert PassSize.of(captured.traced).flop >= 2 * 2 * 4096 * 512 * 2048
     assert check_captured(net, x, loss_fn, captured) == ""
 
 
