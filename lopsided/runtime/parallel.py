@@ -196,6 +196,7 @@ class Parallel(nn.Module):
         if self.wire is not None:
             self._exchange = Redistributor(self.wire, self.shares, network)
             self._gradients = self._collector()
+        self._all_on_host = self.largest(int(world.device.type != "cpu")) == 0
         self.recording: Recording | None = None
         self.training = model.training
         self._every_module = list(self.modules())
@@ -461,15 +462,23 @@ class Parallel(nn.Module):
         return [loss.reshape(()), *(handed[name] for name in found.returned.names)]
 
     def _told_inputs(self, given: Mapping[str, Tensor], signature: Signature, cut: RowCut | None) -> str:
-        """What all ranks must agree on: shapes of their batches, and now and then what is in inputs that are whole."""
+        """What all ranks must agree on: shapes of their batches, and what is in inputs that are whole.
+
+        On the host some elements are looked at in every step, and now and then all; elsewhere, where looking would
+        wait for the device, now and then.
+        """
         looks = self._check_every and (self._forwards <= 2 or self._forwards % self._check_every == 0)
+        samples = bool(self._check_every) and self._all_on_host
         told = []
         for name, shape, _, _ in signature.inputs:
             is_whole = cut is None or name not in self.inputs or not self.inputs[name][1].is_shard
             if is_whole and name in self.inputs and shape and self.inputs[name][1].is_shard:
                 # Where one rank has all of an input, its share looks like the whole, and the others' do not.
                 is_whole = not self._is_with_one(self.inputs[name][1], shape)
-            content = f" holding {int(replicas.digest(given[name])) & 0xFFFFFFFF:08x}" if looks and is_whole else ""
+            seen = given[name] if looks else replicas.some_of(given[name])
+            content = (
+                f" holding {int(replicas.digest(seen)) & 0xFFFFFFFF:08x}" if is_whole and (looks or samples) else ""
+            )
             told.append(f"{name} {list(shape)}{content}")
         told += [f"{name}={value!r}" for name, value in signature.others]
         return ", ".join(told) + str(self._handed_out)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
+from torch.nn import functional as F
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils as foreach_module
 
@@ -154,6 +155,11 @@ def _run(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     if _step[0] == "elementwise":
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if func in _LAYERS and _step[0] == "outside" and (piece := _piece_in((*args, *kwargs.values()))) is not None:
+        raise TrainingError(
+            f"a layer of the model is called by itself, and this process has a piece of its parameter {piece.of.name}",
+            do="call pm(...), or take lopsided.whole(pm) on rank 0 to generate and to evaluate by hand",
+        )
     reduction = _REDUCTIONS.get(func)
     if reduction is not None and type(args[0]) in _TYPES and not _of_two(reduction, args, kwargs):
         return _reduced(reduction, func, args, kwargs)
@@ -186,6 +192,22 @@ def _named(name: str) -> list[Any]:
 def _piece_in(args: Arguments) -> Any:
     return next((given for given in args if type(given) in _TYPES), None)
 
+
+_LAYERS = {
+    F.linear,
+    F.embedding,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+    F.layer_norm,
+    F.group_norm,
+    F.batch_norm,
+    F.bilinear,
+}
+"""What modules do with their parameters, and nobody else."""
 
 _FACTORIES = {
     torch.zeros_like,

@@ -79,6 +79,12 @@ def digest(tensor: Tensor) -> Tensor:
     return found
 
 
+def some_of(tensor: Tensor) -> Tensor:
+    """At most a thousand elements, evenly spread: what a glance at a batch costs does not grow with it."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(flat.numel() // 1000, 1)]
+
+
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
     """Flat and contiguous parts, which are copies only where the tensor is not contiguous."""
     if torch.is_complex(tensor):

@@ -417,3 +417,34 @@ def gradient_of_input(how: str) -> float:
 @pytest.mark.parametrize("how", ["dp", "zero"])
 def test_an_input_gets_its_whole_gradient(crews: Callable[[int], WorkerPool], how: str) -> None:
     assert max(crews(3).run(gradient_of_input, how)) < 1e-9
+
+
+# The model itself
+
+
+def whole_again() -> tuple[list[str], float]:
+    criterion: Any = nn.CrossEntropyLoss()
+    alone, pm = both(Classifier, (tokens_of(), target_of()), "zero", loss_fn=criterion)
+    told = []
+    for use in (lambda: pm.module(tokens_of()), lambda: pm.features(tokens_of())):
+        try:
+            use()
+            told.append("")
+        except lopsided.LopsidedError as error:
+            told.append(str(error))
+    for model in (alone, pm):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (criterion(model(tokens_of()), target_of()) if model is alone else pm(tokens_of(), target_of())).backward()
+        optimizer.step()
+    made = lopsided.whole(pm)
+    assert (made is None) == (pm.world.rank != 0)
+    if made is None:
+        return told, 0.0
+    assert type(made) is Classifier
+    return told, far(made(tokens_of()), alone(tokens_of()))
+
+
+def test_the_whole_model_on_one_rank(crews: Callable[[int], WorkerPool]) -> None:
+    for told, gap in crews(3).run(whole_again):
+        assert all("lopsided.whole(pm)" in text for text in told)
+        assert gap < 1e-9

@@ -643,6 +643,23 @@ def test_ranks_with_different_batches_are_told(crews: Callable[[int], WorkerPool
         assert "holding" in text
 
 
+def different_batches_later() -> str:
+    """Alike at first, and then one rank draws its own noise."""
+    model = net()
+    pm = lopsided.parallelize(model, batch_of(), plan=planned(model, "dp", THREE))
+    try:
+        for k in range(5):
+            pm(**batch_of(k if k < 4 else 10 + pm.world.rank))
+    except lopsided.LopsidedError as error:
+        return f"{pm._forwards}: {error}"
+    return ""
+
+
+def test_whole_batches_are_compared_in_every_step(crews: Callable[[int], WorkerPool]) -> None:
+    for text in crews(3).run(different_batches_later):
+        assert text.startswith("5: ranks do not do the same")
+
+
 def skips_a_batch() -> str:
     _, pm = both()
     loader = DataLoader(TensorDataset(*batch_of(rows=30).values()), batch_size=10, collate_fn=named)
