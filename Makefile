@@ -45,6 +45,7 @@ bench: $(READY)
 	@$(BIN)/python benchmarks/algebra.py
 	@$(BIN)/python benchmarks/planner.py
 	@$(BIN)/python benchmarks/runtime.py
+	@$(BIN)/python benchmarks/scripts/run.py
 
 # Needs a quiet machine and root (unequal hosts); three hours or more. GPU labs: benchmarks/proof.py --lab lab-gpu
 proof: $(READY)

@@ -19,12 +19,18 @@ def about() -> dict[str, str]:
     """Where results come from."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "command": f"python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python benchmarks/{_script()} {' '.join(sys.argv[1:])}".strip(),
         "commit": commit.stdout.strip() or "unknown",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
     }
+
+
+def _script() -> str:
+    """The script that runs, as its path below benchmarks/."""
+    path, here = Path(sys.argv[0]).resolve(), Path(__file__).parent.resolve()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
 def write(name: str, results: dict[str, Any]) -> Path:

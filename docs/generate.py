@@ -1,5 +1,5 @@
-"""Write the generated docs: rules.md from the table, coverage.md, benchmarks.md, planning.md and
-runtime-benchmarks.md from benchmark results.
+"""Write the generated docs: rules.md from the table, coverage.md, benchmarks.md, planning.md, runtime-benchmarks.md
+and scripts.md from benchmark results.
 
 python docs/generate.py
 """
@@ -124,6 +124,36 @@ def benchmarks_page(data: dict[str, Any]) -> str:
         f"and back, worst relative error {check['worst_error']:.0e}.\n"
     )
     return "\n".join(lines)
+
+
+def scripts_page(data: dict[str, Any]) -> str:
+    goals, rows = data["goals"], data["rows"]
+    met = all(row[dtype]["worst"] < goal for row in rows for dtype, goal in goals.items())
+    said = ", ".join(f"{goal:.0e} in {dtype}" for dtype, goal in goals.items())
+    lines = [
+        NOTE,
+        "# Scripts that people have\n",
+        f"`{data['about']['command']}`, commit {data['about']['commit']}, torch {data['about']['torch']}.\n",
+        f"The loops of {len(rows)} public training scripts, in our own words, small and on made-up data "
+        "([benchmarks/scripts](../benchmarks/scripts)). Each is written twice, for DistributedDataParallel and for "
+        f"Lopsided. The first trains {data['steps']} steps on one device, the second on {data['processes']} processes "
+        "that are planned for as devices of speeds 2 : 3 : 5, over gloo.\n",
+        f"*Difference* is the worst of all losses and metrics that either loop sees, relative to one device's; goal: "
+        f"{said} ({_met(met)}). *Changed* are the lines of the loop that differ from the one for "
+        "DistributedDataParallel; replaced lines count once, or as often as the longer of both.\n",
+        "| script | what is in it | lines | changed | shares of the work | float32 | float64 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        about = " ".join(row["about"].split()).rstrip(".")
+        shares = "; ".join(" : ".join(f"{share:.2f}" for share in shares) for shares in row["shares"])
+        differences = " | ".join(f"{row[dtype]['worst']:.0e}" for dtype in goals)
+        path = f"../benchmarks/scripts/{row['script']}.py"
+        lines.append(
+            f"| [`{row['script']}`]({path}) | {about} | {row['lines']['ddp']} | {row['lines']['changed']} "
+            f"| {shares} | {differences} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def planning_page(speed: dict[str, Any], quality: dict[str, Any]) -> str:
@@ -393,6 +423,7 @@ PAGES: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
     ("benchmarks", benchmarks_page, ("algebra",)),
     ("planning", planning_page, ("planner", "quality")),
     ("runtime-benchmarks", runtime_page, ("runtime", "runtime-cuda")),
+    ("scripts", scripts_page, ("scripts",)),
 )
 
 if __name__ == "__main__":

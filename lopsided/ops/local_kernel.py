@@ -179,7 +179,8 @@ def _listed(made: Any) -> list[Tensor]:
 
 def prepared_call(node: Node, device: torch.device) -> RunOp:
     """The op of a node as a function of its operands, everything else filled in."""
-    function = resolve_op(node.op)
+    # A value that was gathered may lie in memory in another order than on one device, where a view of it was possible.
+    function = resolve_op("aten.reshape.default" if node.op == "aten.view.default" else node.op)
     feed = itertools.count()
 
     def template(arg: Arg) -> Any:

@@ -171,7 +171,9 @@ class Parallel(nn.Module):
         super().__init__()
         self.__dict__ |= {"plan": plan, "world": world, "steps_done": 0}
         self._captured = captured if isinstance(captured, Captured) else _of_loss_alone(captured)
-        self._graph, self._loss_fn, self._check_every = self._captured.graph, loss_fn, check_every
+        self._graph, self._check_every = self._captured.graph, check_every
+        # A loss that is a module must not become a submodule, whose tensors would be saved with the model's.
+        self.__dict__["_loss_fn"] = loss_fn
         self._decisions = plan.decisions
         if bucket_bytes is not None:
             self._decisions = replace(self._decisions, bucket_bytes=bucket_bytes)
@@ -563,6 +565,15 @@ class Parallel(nn.Module):
             yield
         finally:
             self._syncing = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """The switch of DistributedDataParallel, for loops that set it in place of `no_sync`."""
+        return self._syncing
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, on: bool) -> None:
+        self._syncing = on
 
     def together(self, call: str) -> None:
         """A call that every rank must make begins: refused if others make another one, or none within `timeout_s`."""

@@ -92,10 +92,11 @@ class ParameterHooks:
                 continue
             try:
                 _call(taken, taken.parameter.grad)
-            except RuntimeError as error:
+            except (RuntimeError, TrainingError) as error:
+                why = error.what if isinstance(error, TrainingError) else error
                 raise TrainingError(
                     f"a hook of {taken.name} failed on this process's piece of the gradient, "
-                    f"{list(taken.parameter.shape)}: {error}",
+                    f"{list(taken.parameter.shape)}: {why}",
                     where="backward()",
                     do='change elements one by one, or store the parameter whole (pins=["*=I"])',
                 ) from error

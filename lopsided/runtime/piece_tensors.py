@@ -167,14 +167,30 @@ def _run(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         with DisableTorchFunctionSubclass():
             return special(func, args, kwargs)
     with DisableTorchFunctionSubclass():
+        piece = _piece_in(args)
+        if piece is not None and len(args) > 1:
+            _refuse_the_whole(piece, args, func.__name__)
         result = func(*args, **kwargs)
         if type(result) is Tensor and func not in _FACTORIES:
-            piece = _piece_in(args)
             return _marked(result, piece.of) if piece is not None and result.numel() == piece.numel() else result
         if type(result) is list and args and type(args[0]) in (list, tuple):  # of one of torch's _foreach_ functions
             pairs = zip(result, args[0], strict=True)
             return [_marked(one, given.of) if type(given) in _TYPES else one for one, given in pairs]
     return result
+
+
+def _refuse_the_whole(piece: Any, args: Arguments, name: str) -> None:
+    """A tensor as large as the whole of a piece is not combined with it. Shapes alone need not tell: a piece of one row
+    would be broadcast."""
+    of, held = piece.of, piece.numel()
+    whole = next((t for t in args if type(t) in (Tensor, nn.Parameter) and t.numel() == of.count != held), None)
+    if whole is not None and _step[0] == "outside":
+        raise TrainingError(
+            f"{name} combines a piece of {of.name}, {list(piece.shape)}, with a whole tensor, {list(whole.shape)}",
+            where="a parameter that is stored in pieces",
+            do='store both alike: lopsided.plan(..., pins=["*=I"]) stores parameters whole, and copy.deepcopy(pm) has '
+            "the same pieces; or use lopsided.full_state_dict(pm) and load_full_state_dict for whole tensors",
+        )
 
 
 def _of_two(reduction: _Reduction, args: Arguments, kwargs: Keywords) -> bool:

@@ -247,6 +247,21 @@ def test_the_usual_loop(crews: Callable[[int], WorkerPool], how: str) -> None:
     assert max(crews(3).run(usual_loop, how)) < 1e-9
 
 
+def loss_is_a_module() -> tuple[float, set[str]]:
+    """The loss module's tensors are not the model's, and copies of the model have it too."""
+    criterion = nn.CrossEntropyLoss(weight=torch.arange(1.0, 6.0, dtype=torch.float64))
+    alone, pm = both(Classifier, (tokens_of(), target_of()), loss_fn=criterion)
+    copied = copy.deepcopy(pm)
+    worst = far(copied(tokens_of(), target_of()), criterion(alone(tokens_of()), target_of()))
+    return worst, {*pm.state_dict()} ^ {*alone.state_dict()}
+
+
+def test_a_loss_that_is_a_module_is_no_part_of_the_model(crews: Callable[[int], WorkerPool]) -> None:
+    for worst, keys in crews(3).run(loss_is_a_module):
+        assert worst < 1e-9
+        assert keys == set()
+
+
 def wrong_uses() -> list[str]:
     _, pm = both(InADataclass, (tokens_of(), target_of()), loss_fn=lambda out, y: F.cross_entropy(out.logits, y))
     told = []

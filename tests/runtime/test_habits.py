@@ -29,6 +29,7 @@ from lopsided.runtime import first_values
 from lopsided.runtime.first_values import take_first_values
 from lopsided.runtime.last_loss import LastLoss, NotFiniteWarning
 from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.piece_tensors import Of, _parameter
 from tests.runtime.test_parallel import HERE, THREE, Net, Products, batch_of, both, gap, net
 from tests.runtime.test_parallel import planned as planned_net
 from tests.support.jobs import cluster_of, plan_of, prices_of
@@ -527,6 +528,8 @@ def not_of_pieces() -> list[str]:
         lambda: a.grad.mean(dim=(0, 1)),
         lambda: torch.linalg.norm(a, "nuc"),
         lambda: torch.cat([b.view(-1), whole]).norm(),
+        lambda: torch.ones(6, 9, dtype=torch.float64).lerp_(a.data, 0.1),
+        lambda: 0.9 * torch.ones(9, 3, dtype=torch.float64) + 0.1 * b.data,
     ]
     copied = pickle.loads(pickle.dumps(pm.state_dict()["a"]))
     assert type(copied) is Tensor
@@ -542,6 +545,30 @@ def test_what_cannot_be_put_together_is_refused(crews: Crews) -> None:
         assert "it cannot be put together from pieces" in said[1]
         assert "there is no 'nuc' norm of a from its pieces" in said[3]
         assert "it joins pieces with whole tensors" in said[4]
+        assert said[5].startswith("lerp_ combines a piece of a, [")
+        assert "with a whole tensor, [9, 3]" in said[6]
+
+
+def test_a_piece_of_one_row_is_not_broadcast_over_the_whole() -> None:
+    of = Of("w", None, lambda call: None, 24, 0, (1, 8))  # type: ignore[arg-type]
+    row = _parameter(torch.ones(1, 8), False, of)
+    assert "combines a piece of w, [1, 8], with a whole tensor, [3, 8]" in told(lambda: torch.ones(3, 8).mul_(row))
+    assert (row * torch.ones(1, 8)).shape == (1, 8)
+
+
+def switched_by_hand() -> float:
+    """nanoGPT's accumulation: the switch of DistributedDataParallel in place of `no_sync`."""
+    alone, pm = small()
+    for k in range(3):
+        pm.require_backward_grad_sync = k == 2
+        for model in (alone, pm):
+            model(numbers(k)).backward()
+        assert pm.steps_done == (k == 2)
+    return gap(pm, alone)
+
+
+def test_the_switch_of_ddp_for_accumulation(crews: Crews) -> None:
+    assert max(crews(3).run(switched_by_hand)) < 1e-12
 
 
 # Mixed precision
