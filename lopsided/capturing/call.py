@@ -84,8 +84,11 @@ class Handed:
     def loss(self, loss_fn: LossFn, output: object) -> Any:
         """What the loss function makes of an output: `criterion(output, target)` of what forward does not take.
 
-        Where forward takes everything, and where the second argument is called `batch`, it is given the batch.
+        Where forward takes everything, and where the second argument is called `batch`, it is given the batch; a
+        function of one argument is given the output alone.
         """
+        if len(_parameters(loss_fn)) == 1 and not (self.left.args or self.left.kwargs):
+            return loss_fn(output)
         if not (self.left.args or self.left.kwargs) or _wants_batch(loss_fn):
             return loss_fn(output, self.batch)
         if _binds(loss_fn, (output, *self.left.args), self.left.kwargs):

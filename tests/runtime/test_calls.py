@@ -284,6 +284,21 @@ def test_an_output_before_its_loss_is_refused(crews: Callable[[int], WorkerPool]
         assert "a part of what the model returned" in part
 
 
+def loss_of_outputs_alone() -> float:
+    def spread(output: Tensor) -> Tensor:
+        return output.var(0).sum()
+
+    alone, pm = both(Classifier, (tokens_of(),), loss_fn=spread)
+    loss, one = pm(tokens_of()), spread(alone(tokens_of()))
+    loss.backward()
+    one.backward()
+    return max(far(loss, one), gap(pm, alone))
+
+
+def test_a_loss_of_the_output_alone(crews: Callable[[int], WorkerPool]) -> None:
+    assert max(crews(3).run(loss_of_outputs_alone)) < 1e-9
+
+
 # Any shape
 
 
