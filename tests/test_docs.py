@@ -15,6 +15,8 @@ SCRIPTS = [ROOT / "docs" / "tour.py", *sorted((ROOT / "examples").glob("*.py"))]
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_run(script: Path) -> None:
+    if script.name == "06_trainer.py":
+        pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout

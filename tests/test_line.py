@@ -27,6 +27,7 @@ ORDER = (
     "executor",
     "profiling",
     "runtime",
+    "integrations",
     "verification",
     "report",
     "demo",

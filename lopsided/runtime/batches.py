@@ -60,14 +60,17 @@ def shard(
     *,
     pad: Mapping[str, float] | None = None,
     lengths: Sequence[int] = (),
+    besides: Sequence[str] = (),
 ) -> ShardedLoader:
     """The batches of `loader`, of which this process gets what it needs. `loader` makes global batches.
 
     Where samples have different lengths, `pad` names the tensors with a length (their second dim) and what fills them
     up: `pad={"input_ids": 0, "labels": -100}`. Every batch is then as long as its longest sample on any process, up to
     the next of a few `lengths` (of the planned length, by default), each of which has a program of its own.
+
+    `besides` names planned inputs that the loader does not make: the script adds them, the same on every process.
     """
-    return ShardedLoader(loader, pm, _Padding(pad, lengths, pm) if pad is not None else None)
+    return ShardedLoader(loader, pm, _Padding(pad, lengths, pm) if pad is not None else None, besides)
 
 
 class ShardedLoader:
@@ -77,19 +80,28 @@ class ShardedLoader:
     Random augmentations differ from process to process, as rows do; where all load the same rows they are the same.
     """
 
-    def __init__(self, loader: Iterable[Any], pm: Parallel, padding: _Padding | None = None) -> None:
-        self._rows, self._handed_out, self._padding = _rows_of(pm), pm.handed_out, padding
+    def __init__(
+        self, loader: Iterable[Any], pm: Parallel, padding: _Padding | None = None, besides: Sequence[str] = ()
+    ) -> None:
+        made = {name: placed for name, placed in pm.inputs.items() if name not in besides}
+        self._rows, self._tell, self._padding = _rows_of(pm, made), pm.handed_out, padding
+        self.handed_out = HandedOut()  # the last batch
         self._source: _Indexed | _Streamed
         if isinstance(loader, DataLoader):
             self._rows = _check_loader(loader, self._rows, tells=pm.world.rank == 0)
         if isinstance(loader, DataLoader) and loader.batch_sampler is not None and _by_index(loader):
-            self._source = _Indexed(loader, self._rows, pm)
+            self._source = _Indexed(loader, self._rows, pm, besides)
         else:
             self._source = _Streamed(loader, self._rows, tells=pm.world.rank == 0)
         self.epoch = 0
         self.batches = 0  # handed out in this epoch
         self.seed = _agreed(_drawn_seed(loader), self._source.count(), pm.world)
         self._goes_on = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a process gets rows of its own of every batch; if not, each gets all rows."""
+        return self._rows.at is not None
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
@@ -103,9 +115,10 @@ class ShardedLoader:
             self.batches += 1
             if self._padding is not None:
                 batch = self._padding.fill(batch)
-            self._handed_out(HandedOut(f"batch {self.batches} of epoch {self.epoch}", rows))
+            self.handed_out = HandedOut(f"batch {self.batches} of epoch {self.epoch}", rows)
+            self._tell(self.handed_out)
             yield batch
-        self._handed_out(HandedOut())  # what comes next was not cut here
+        self._tell(HandedOut())  # what comes next was not cut here
         self.epoch, self.batches = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
@@ -170,15 +183,15 @@ class _Rows:
         return start, start + pieces[self.place] * self.at.unit
 
 
-def _rows_of(pm: Parallel) -> _Rows:
-    shapes = [leaf.value.shape for leaf, _ in pm.inputs.values()]
+def _rows_of(pm: Parallel, inputs: Mapping[str, tuple[Leaf, Placement]]) -> _Rows:
+    shapes = [leaf.value.shape for leaf, _ in inputs.values()]
     planned = tuple(sorted({shape[0] for shape in shapes if shape}))
     batch = planned[0] if len(planned) == 1 else 0
     # What a collate function makes of some rows is only known to be right where it is rows itself. Anything else, a
     # mask or a count, may depend on all of them.
-    cuts = {_rows_per_process(leaf, at, pm.shares) for leaf, at in pm.inputs.values()}
+    cuts = {_rows_per_process(leaf, at, pm.shares) for leaf, at in inputs.values()}
     is_cut = len(cuts) == 1 and None not in cuts and batch
-    at = next(at for _, at in pm.inputs.values()) if is_cut else None
+    at = next(at for _, at in inputs.values()) if is_cut else None
     return _Rows(batch, at, pm.shares, pm.world.place, planned)
 
 
@@ -334,8 +347,8 @@ class _Indices:
 class _Indexed:
     """A loader of its own for the rows of this process."""
 
-    def __init__(self, loader: DataLoader[Any], rows: _Rows, pm: Parallel) -> None:
-        self._loader, self._rows, self._pm = loader, rows, pm
+    def __init__(self, loader: DataLoader[Any], rows: _Rows, pm: Parallel, besides: Sequence[str]) -> None:
+        self._loader, self._rows, self._pm, self._besides = loader, rows, pm, besides
         sampler = loader.batch_sampler
         self._sampler: Iterable[Sequence[Any]] = sampler  # type: ignore[assignment]
         self._tells = pm.world.rank == 0
@@ -399,7 +412,10 @@ class _Indexed:
             yield self._no_rows(), self._drawn.popleft()[0]
 
     def _no_rows(self) -> Any:
-        return self._pm.rebuild_batch(list(self._nothing))
+        batch = self._pm.rebuild_batch(list(self._nothing))
+        if isinstance(batch, Mapping):
+            return {name: part for name, part in batch.items() if name not in self._besides}
+        return batch
 
     def _global_batches(self, seed: int) -> Iterator[Sequence[Any]]:
         _seed_samplers(self._loader, seed)

@@ -1,0 +1,1 @@
+"""Training loops of other libraries on unequal devices. Each module needs the library it is named after."""

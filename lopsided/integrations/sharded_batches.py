@@ -1,0 +1,115 @@
+"""Sharded batches as a `DataLoader` of `accelerate`: for training loops that are not written for Lopsided.
+
+In: a loader of whole global batches and the parallel model. Out: `ShardedBatches`, which behaves as a loader that
+`accelerate` has prepared, and whose batches know which they are (`FedBatch`): such loops fetch several before they
+train on the first, so the loader's last batch is not always the one that the model is called with.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.state import GradientState
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset
+
+from lopsided.runtime.batches import ShardedLoader
+from lopsided.runtime.calls import HandedOut
+
+_FED = "lopsided_fed"  # the attribute of a tensor that knows its batch
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """Which batch a tensor belongs to; `is_cut` if it holds this process's rows only."""
+
+    handed_out: HandedOut
+    is_cut: bool
+
+
+def fed_batch(batch: Any) -> FedBatch | None:
+    """Which batch of a sharded loader this is; None for any other."""
+    found = (vars(tensor).get(_FED) for tensor in pytree.tree_leaves(batch) if isinstance(tensor, Tensor))
+    return next((fed for fed in found if fed is not None), None)
+
+
+class _Batches(IterableDataset[Any]):
+    """The batches of an epoch, as a dataset: what `accelerate` can make another loader of to skip some."""
+
+    def __init__(self, sharded: ShardedLoader, samples: object) -> None:
+        self.sharded, self._samples = sharded, samples
+        self.skipped = 0
+
+    def __len__(self) -> int:
+        """Samples, not batches: how many there are is asked of a loader's dataset."""
+        if not isinstance(self._samples, Sized):
+            raise TypeError(f"{type(self._samples).__name__} has no length")
+        return len(self._samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Whoever skips batches iterates over them: in place of each, nothing is loaded.
+        yield from itertools.repeat(None, self.skipped)
+        self.skipped = 0
+        for batch in self.sharded:
+            fed = FedBatch(self.sharded.handed_out, self.sharded.is_cut)
+            yield pytree.tree_map_only(Tensor, partial(_noted, fed), _plain(batch))
+
+
+def _plain(batch: Any) -> Any:
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _noted(fed: FedBatch, tensor: Tensor) -> Tensor:
+    """Another tensor object: batches without rows are made of the same ones again and again."""
+    made = tensor.view_as(tensor)
+    vars(made)[_FED] = fed
+    return made
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class ShardedBatches(DataLoader[Any], DataLoaderStateMixin):  # type: ignore[misc]
+    """This process's rows of the batches of `loader`, which makes global ones."""
+
+    def __init__(self, sharded: ShardedLoader, loader: DataLoader[Any]) -> None:
+        self._batches = _Batches(sharded, loader.dataset)
+        super().__init__(self._batches, batch_size=None, collate_fn=_as_it_is)
+        self._whole = loader
+        self.gradient_state = GradientState()
+
+    def __len__(self) -> int:
+        return len(self._batches.sharded)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.begin()
+        try:
+            # One ahead, to know which is the last.
+            ahead, behind = itertools.tee(super().__iter__())
+            next(ahead, None)
+            for batch in behind:
+                self.end_of_dataloader = next(ahead, ahead) is ahead
+                yield batch
+        finally:
+            self.end()
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `accelerate` does: the samplers and the dataset are told."""
+        sampler: Any = self._whole.batch_sampler
+        for told in (sampler, getattr(sampler, "sampler", None), self._whole.dataset):
+            if (set_epoch := getattr(told, "set_epoch", None)) is not None:
+                set_epoch(epoch)
+
+    def start(self, epoch: int, skip: int = 0) -> None:
+        """The next iteration is this epoch, whose first `skip` batches will be skipped."""
+        self.set_epoch(epoch)
+        sharded = self._batches.sharded
+        sharded.load_state_dict({"epoch": epoch, "batches": skip, "seed": sharded.seed})
+        self._batches.skipped = skip
