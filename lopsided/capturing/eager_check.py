@@ -157,7 +157,13 @@ def _tolerance(graph: Graph) -> float:
 def _left_alone(model: nn.Module) -> Iterator[None]:
     """Buffers and random generators are put back, and hooks on gradients are not called."""
     hooks = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    # With their places: forward may put another tensor there.
+    kept = [
+        (module._buffers, key, buffer, buffer.clone())
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -171,7 +177,8 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         with torch.no_grad():
-            for buffer, before in kept:
+            for place, key, buffer, before in kept:
+                place[key] = buffer
                 buffer.copy_(before)
 
 

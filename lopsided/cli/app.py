@@ -36,6 +36,7 @@ from lopsided.cli.terminal import (
     Batch,
     Model,
     Verbose,
+    begin_quietly,
     err,
     is_verbose,
     load_shapes,
@@ -87,6 +88,7 @@ app.command("demo")(demo_command.demo_command)
 
 def main() -> NoReturn:
     """Run the command line; errors become messages."""
+    begin_quietly()
     try:
         spell_out()
         app(standalone_mode=True)

@@ -129,6 +129,12 @@ def progress_bar(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[],
         yield lambda: bar.advance(task)
 
 
+def begin_quietly() -> None:
+    """A command shows tracebacks if it is told to, whatever a command before it in this process was told."""
+    global _verbose
+    _verbose = False
+
+
 def is_verbose() -> bool:
     return _verbose
 

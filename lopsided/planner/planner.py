@@ -239,7 +239,8 @@ def _promising(pool: CandidatePool, cluster: Cluster) -> Iterator[Cluster]:
     )
     best = pool.of_part.get(cluster.fingerprint)
     later = [part for part in quick if many and _has_most(part, cluster)]
-    if best is None or pool.learned[cluster.fingerprint].memory_price > 0:
+    learned = pool.learned.get(cluster.fingerprint)  # nothing, where no search of it was worth while
+    if best is None or (learned is not None and learned.memory_price > 0):
         known = {part.fingerprint for part in quick}
         later += [part for part in parts(cluster, pool.dtype) if part.fingerprint not in known]
     if best is not None and later:
