@@ -59,7 +59,11 @@ def named_leaves(batch: object) -> tuple[dict[str, Any], pytree.TreeSpec]:
 def flatten_batch(batch: object) -> tuple[dict[str, Tensor], Rebuild]:
     """The tensors of a batch by name, and the way back from tensors to the model's arguments."""
     leaves, spec = named_leaves(batch)
-    tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in leaves.items() if isinstance(value, Tensor)}, rebuilder(leaves, spec)
+
+
+def rebuilder(leaves: Mapping[str, Any], spec: pytree.TreeSpec) -> Rebuild:
+    """From other tensors in the place of these to the arguments of a call."""
 
     def rebuild(given: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         feed = iter(given)
@@ -67,7 +71,7 @@ def flatten_batch(batch: object) -> tuple[dict[str, Tensor], Rebuild]:
         args, kwargs = pytree.tree_unflatten(filled, spec)
         return args, kwargs
 
-    return tensors, rebuild
+    return rebuild
 
 
 # Forward and the loss function

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lopsided.capturing.call import Arguments, LossFn, Rebuild, arguments_of, flatten_batch, hand_out, named_leaves
+from lopsided.capturing.call import Arguments, LossFn, Rebuild, arguments_of, hand_out, named_leaves, rebuilder
 from lopsided.errors import BatchError
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -109,9 +109,9 @@ class CallForm:
         names = [name for name in self._call.left.kwargs if name not in kwargs]
         return self.read(call.args, {**call.kwargs, **dict(zip(names, args, strict=False)), **kwargs})
 
-    def again(self, given: Given) -> Given:
-        """The same call, read with what is known by now to vary."""
-        call = arguments_of(given.batch)
+    def read_batch(self, batch: object) -> Given:
+        """A batch as a call, with what is known by now to vary."""
+        call = arguments_of(batch)
         return self.read(call.args, call.kwargs)
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
@@ -120,7 +120,8 @@ class CallForm:
         if numbers := [name for name in self.varying if isinstance(leaves.get(name), float)]:
             leaves |= {name: torch.tensor(leaves[name], dtype=torch.float64) for name in numbers}
             batch = Arguments(*pytree.tree_unflatten(list(leaves.values()), spec))
-        tensors, rebuild = flatten_batch(batch)
+        tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
+        rebuild = rebuilder(leaves, spec)
         others = tuple((name, _plain(value)) for name, value in leaves.items() if not isinstance(value, Tensor))
         return Given(batch, tensors, others, rebuild)
 

@@ -15,16 +15,20 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lopsided.capturing.call import take_apart
 from lopsided.capturing.capture_graph import Returned
 from lopsided.comm.redistribute import Redistributor
+from lopsided.comm.world import World
 from lopsided.errors import TrainingError
+from lopsided.ir.graph import DTYPES
 from lopsided.ir.placement import I, Placement, S
 from lopsided.runtime.calls import Given
 
+_MOST_DIMS = 16
 _WHOLE = "lopsided_whole"  # the attribute of a tensor that knows the value whose rows it is
 _LOOKED_UP = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "__len__", "is_floating_point")
 
@@ -266,6 +270,10 @@ def gather(tensor: Tensor, pm: Any = None) -> Tensor:
     if pm is None:
         raise TrainingError("nothing was computed yet whose rows could be gathered", do="call the parallel model first")
     pm.together("gather")
+    return told_to_bystanders(_gathered(tensor, pm) if pm.world.takes_part else None, pm)
+
+
+def _gathered(tensor: Tensor, pm: Any) -> Tensor:
     known: tuple[Redistributor, OutputPart] | None = vars(tensor).get(_WHOLE)
     if known is not None:
         return known[1].to(known[0], I)
@@ -281,3 +289,24 @@ def gather(tensor: Tensor, pm: Any = None) -> Tensor:
             do="gather outputs, or tensors with a row for each of the batch's; a number per rank: torch.distributed",
         )
     return cut.exchange.convert(tensor, at, I, shape, "gathered rows")
+
+
+def told_to_bystanders(tensor: Tensor | None, pm: Any) -> Tensor:
+    """What the ranks that take part have, on those whose device the plan does not use as well; all ranks call it."""
+    world: World = pm.world
+    if len(world.ranks) == world.size and tensor is not None:
+        return tensor
+    where = world.device if world.backend_of_all == "nccl" else torch.device("cpu")
+    about = torch.zeros(2 + _MOST_DIMS, dtype=torch.int64, device=where)
+    dtypes = list(DTYPES.values())
+    if tensor is not None:
+        about[: 2 + tensor.dim()] = torch.tensor([dtypes.index(tensor.dtype), tensor.dim(), *tensor.shape])
+    dist.broadcast(about, world.ranks[0])
+    number, dims, *shape = about.tolist()
+    flat = (
+        torch.empty(shape[:dims], dtype=dtypes[number], device=where) if tensor is None else tensor.detach().to(where)
+    )
+    # As bytes, which every backend sends.
+    told = flat.contiguous().reshape(-1).view(torch.uint8)
+    dist.broadcast(told, world.ranks[0])
+    return tensor if tensor is not None else told.view(dtypes[number]).reshape(shape[:dims]).to(world.device)

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lopsided.capturing.call import Arguments, LossFn, in_form_of
+from lopsided.capturing.call import LossFn, in_form_of
 from lopsided.capturing.capture_graph import Captured, Returned, capture_call, check_captured, surrounding_autocast
 from lopsided.capturing.reads import Reads
 from lopsided.cluster.cluster import Cluster
@@ -50,7 +50,7 @@ from lopsided.executor.gradients import Gradients
 from lopsided.executor.local_op import AnyRandomness
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import Graph, Leaf
-from lopsided.ir.placement import I, Placement, pieces_of
+from lopsided.ir.placement import Placement
 from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
@@ -63,6 +63,7 @@ from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
 from lopsided.runtime.first_values import take_first_values
 from lopsided.runtime.handover import hand_over
 from lopsided.runtime.initial import initialise
+from lopsided.runtime.inputs import Inputs
 from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
@@ -203,7 +204,8 @@ class Parallel(nn.Module):
         self.training = model.training
         self._every_module = list(self.modules())
         self._buffers_by_name = Buffers(self)
-        self._planned = self._signature(self._given(batch), {})
+        self._inputs = Inputs(self._graph, plan.program, world, self._exchange if self.wire is not None else None)
+        self._planned = self._signature(self._form.read_batch(batch), None)
         watch_optimizers(self)
         self.__dict__["_of_model"] = {*vars(model)} - {*vars(self)} - {*vars(nn.Module())}
 
@@ -302,15 +304,14 @@ class Parallel(nn.Module):
 
     # The batch
 
-    @cached_property
+    @property
     def inputs(self) -> dict[str, tuple[Leaf, Placement]]:
         """The tensors of a batch by name, and how each is placed."""
-        stored = dict(self.plan.program.leaves)
-        return {leaf.target: (leaf, stored[leaf.value.name]) for leaf in self._graph.leaves if leaf.kind == "input"}
+        return self._inputs.by_name
 
     def rebuild_batch(self, tensors: list[Tensor]) -> object:
         """A batch as it was given to `parallelize`, of these tensors in the order of `inputs`."""
-        return in_form_of(self._batch, *self._given(self._batch).rebuild(tensors))
+        return in_form_of(self._batch, *self._form.read_batch(self._batch).rebuild(tensors))
 
     def handed_out(self, batch: HandedOut) -> None:
         """A sharded loader has given this batch: all ranks must train on parts of the same."""
@@ -323,72 +324,23 @@ class Parallel(nn.Module):
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self._side)
         return int(told)
 
-    def _given(self, batch: object) -> Given:
-        call = batch if isinstance(batch, Arguments) else None
-        if call is not None:
-            return self._form.read(call.args, call.kwargs)
-        if isinstance(batch, Mapping):
-            return self._form.read((), batch)
-        return self._form.read(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
-
     def _check_entries(self, given: Given) -> None:
         if complaint := self._form.complaint(given, self.inputs):
             planned = ", ".join(f"{name} {list(leaf.value.shape)}" for name, (leaf, _) in self.inputs.items())
             raise BatchError(f"the batch has {complaint}", where=self._here(), do=f"give what was planned: {planned}")
 
-    def _cut_of(self, tensors: Mapping[str, Tensor]) -> RowCut | None:
-        """How the rows of this batch are cut, if a sharded loader gave this rank its rows; None for a whole batch."""
-        cuts = {at for _, at in self.inputs.values() if at.is_shard and at.dim == 0 and at.outer == 1}
-        if len(cuts) != 1 or self.wire is None or self.wire.size == 1:
-            return None
-        at = cuts.pop()
-        rows = self._handed_out.rows
-        if not rows or not at.fits((rows,)):
-            return None
-        cut = RowCut(self._exchange, at, rows)
-        first = {tensor.shape[0] for tensor in tensors.values() if tensor.dim()}
-        # Where one rank has all rows, what it is given looks like a whole batch.
-        return cut if cut.mine in first and (rows not in first or cut.is_with_one) else None
-
-    def _whole_shape(self, name: str, tensor: Tensor, cut: RowCut | None) -> tuple[int, ...]:
-        """The shape of the whole of what this rank was given."""
-        shape = tuple(tensor.shape)
-        if cut is None or name not in self.inputs or not self.inputs[name][1].is_shard:
-            return shape
-        if not shape or shape[0] != cut.mine:
-            raise BatchError(
-                f"{name} has shape {list(shape)}, and this rank's part of the batch is {cut.mine} of {cut.rows} rows",
-                where=self._here(),
-                do="give every tensor of the batch in this rank's rows, as lopsided.shard does, or every one whole",
-            )
-        return (cut.rows, *shape[1:])
-
-    def _signature(self, given: Given, shapes: Mapping[str, tuple[int, ...]]) -> Signature:
+    def _signature(self, given: Given, cut: RowCut | None) -> Signature:
         inputs = tuple(
-            (name, shapes.get(name, tuple(tensor.shape)), self._dtype_of(name, tensor), tensor.requires_grad)
+            (
+                name,
+                self._inputs.whole_shape(name, tensor, cut),
+                self._inputs.dtype_of(name, tensor),
+                tensor.requires_grad,
+            )
             for name, tensor in given.tensors.items()
         )
         modes = bytes(module.training for module in self._every_module)
         return Signature(modes, surrounding_autocast(), inputs, given.others)
-
-    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Inputs of the plan are converted to what was planned; others stay what they are."""
-        return self.inputs[name][0].value.torch_dtype if name in self.inputs else tensor.dtype
-
-    def _local_inputs(self, given: Given, cut: RowCut | None, program: Program) -> dict[str, Tensor]:
-        """This rank's part of every input, by the name of its value, on its device."""
-        placed = dict(program.leaves)
-        found = {}
-        for leaf in program.graph.leaves:
-            if leaf.kind == "input":
-                value, name = leaf.value, leaf.target
-                tensor = given.tensors[name].to(self.world.device, value.torch_dtype, non_blocking=True)
-                is_rows = cut is not None and name in self.inputs and self.inputs[name][1].is_shard
-                at = cut.at if cut is not None and is_rows else I
-                found[value.name] = self._exchange.convert(
-                    tensor, at, placed[value.name], value.shape, f"the input {name}", f"gradient of the input {name}"
-                )
-        return found
 
     # The step
 
@@ -400,38 +352,40 @@ class Parallel(nn.Module):
         known when `loss_fn` is called with it.
         """
         given = self._form.read(args, kwargs)
-        if self.training and torch.is_grad_enabled() and self._form.is_forward_alone(given):
+        is_forward_alone = self._form.is_forward_alone(given)
+        if self.training and torch.is_grad_enabled() and is_forward_alone:
             return awaited_outputs(given, self._captured.returned, self.world.device)
         if self.wire is None:
-            return self._follow()
-        found, ran, cut = self._step(given)
+            return self._follow(has_loss=self._captured.has_loss and not is_forward_alone)
+        found, ran, cut = self._step(given, self.wire)
         loss, *parts = self._handed_on(found, ran, cut)
         made = found.returned.rebuilt(loss, parts, has_loss=found.has_loss)
         return made if found.returned.loss is None else with_loss(made)
 
-    def _step(self, given: Given) -> tuple[CallProgram, Ran, RowCut | None]:
+    def _step(self, given: Given, wire: Communicator) -> tuple[CallProgram, Ran, RowCut | None]:
         self._begin_step()
-        self._check_entries(given)
-        wire = self.wire
-        if wire is None:
-            raise TrainingError("this rank's device takes no part", where=self._here(), do="call pm(...) on it, too")
         wire.recorder = self.recording.noting if self.recording is not None and self.training else None
-        cut = self._cut_of(given.tensors)
-        shapes = {name: self._whole_shape(name, tensor, cut) for name, tensor in given.tensors.items()}
-        signature = self._signature(given, shapes)
+        cut = self._inputs.cut_of(self._handed_out, given.tensors)
+        signature = self._signature(given, cut)
         found = self._find(signature)
+        if found is None:
+            self._check_entries(given)
+        # On the host some elements of whole inputs are looked at in every step. Elsewhere looking waits for the device.
+        now_and_then = self._check_every and (self._forwards <= 2 or self._forwards % self._check_every == 0)
+        some = bool(self._check_every) and self._all_on_host
+        told = self._inputs.told(given.tensors, signature, cut, all_of_it=bool(now_and_then), some=some)
         self.watch.start_handshake(
             self._forwards,
             f"{signature.autocast or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}, "
             f"{signature.mode.count(0)} modules in evaluation, {found.reads.values() if found else 'anew'}",
-            self._told_inputs(given.tensors, signature, cut),
+            told + str(self._handed_out),
             training=self.training,
             sync=self._syncing,
         )
         if found is None:
             self.watch.finish_handshake()  # all ranks must be here to agree on a program
             given, found = self._programs.make(given, signature)
-        local = self._local_inputs(given, cut, found.program)
+        local = self._inputs.local(given, cut, found.program, self._exchange)
         ran = found.executor.run(self._leaves(found.program) | local)
         with wire.recorder.handshaking() if wire.recorder is not None else nullcontext():
             self.watch.finish_handshake()
@@ -442,7 +396,6 @@ class Parallel(nn.Module):
             self._last_loss.remember(ran.loss, ran.own, self._forwards)
         self._send_to_bystanders(ran.loss)
         self.last_cut = cut
-        outputs.remember(self)
         return found, ran, cut
 
     def _handed_on(self, found: CallProgram, ran: Ran, cut: RowCut | None) -> list[Tensor]:
@@ -462,32 +415,6 @@ class Parallel(nn.Module):
             for name, part in zip(names, parts, strict=True)
         }
         return [loss.reshape(()), *(handed[name] for name in found.returned.names)]
-
-    def _told_inputs(self, given: Mapping[str, Tensor], signature: Signature, cut: RowCut | None) -> str:
-        """What all ranks must agree on: shapes of their batches, and what is in inputs that are whole.
-
-        On the host some elements are looked at in every step, and now and then all; elsewhere, where looking would
-        wait for the device, now and then.
-        """
-        looks = self._check_every and (self._forwards <= 2 or self._forwards % self._check_every == 0)
-        samples = bool(self._check_every) and self._all_on_host
-        told = []
-        for name, shape, _, _ in signature.inputs:
-            is_whole = cut is None or name not in self.inputs or not self.inputs[name][1].is_shard
-            if is_whole and name in self.inputs and shape and self.inputs[name][1].is_shard:
-                # Where one rank has all of an input, its share looks like the whole, and the others' do not.
-                is_whole = not self._is_with_one(self.inputs[name][1], shape)
-            seen = given[name] if looks else replicas.some_of(given[name])
-            content = (
-                f" holding {int(replicas.digest(seen)) & 0xFFFFFFFF:08x}" if is_whole and (looks or samples) else ""
-            )
-            told.append(f"{name} {list(shape)}{content}")
-        told += [f"{name}={value!r}" for name, value in signature.others]
-        return ", ".join(told) + str(self._handed_out)
-
-    def _is_with_one(self, at: Placement, shape: tuple[int, ...]) -> bool:
-        pieces = pieces_of(at, shape, self.shares) if at.fits(shape) else (0, 0)
-        return max(pieces) == sum(pieces)
 
     def _leaves(self, program: Program) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -548,8 +475,11 @@ class Parallel(nn.Module):
             whole = pytree.tree_map_only(Tensor, lambda part: gather(part, self), (output, args, kwargs))
             loss: Tensor = self._loss_fn(whole[0], *whole[1], **whole[2])
             return loss
-        found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs))
-        loss, *awaited.parts = self._handed_on(found, ran, cut)
+        if self.wire is None:
+            loss, awaited.parts = self._followed_loss(), self._no_rows()
+        else:
+            found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs), self.wire)
+            loss, *awaited.parts = self._handed_on(found, ran, cut)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -664,20 +594,26 @@ class Parallel(nn.Module):
         self._adopted.check(self.world.device, self._here())
         self._forwards += 1
         self.watch.at_step(self._forwards)
+        outputs.remember(self)
 
-    def _follow(self) -> Any:
+    def _follow(self, *, has_loss: bool) -> Any:
         """The loss, as the others tell it, and no rows of anything else."""
+        return self._captured.returned.rebuilt(self._followed_loss(), self._no_rows(), has_loss=has_loss)
+
+    def _followed_loss(self) -> Tensor:
         self._begin_step()
         loss = torch.zeros((), device=self.world.device, dtype=self._graph.values[self._graph.loss].torch_dtype)
         self._tell_all(loss)
         if torch.is_grad_enabled():
             loss = _Followed.apply(self, loss.requires_grad_())  # type: ignore[no-untyped-call]
-        values, returned = self._captured.whole.values, self._captured.returned
-        parts = [
+        return loss
+
+    def _no_rows(self) -> list[Tensor]:
+        values = self._captured.whole.values
+        return [
             torch.zeros((0, *values[name].shape[1:]), dtype=values[name].torch_dtype, device=self.world.device)
-            for name in returned.names
+            for name in self._captured.returned.names
         ]
-        return returned.rebuilt(loss, parts, has_loss=self._captured.has_loss)
 
     def _send_to_bystanders(self, loss: Tensor) -> None:
         if len(self.world.ranks) < self.world.size:

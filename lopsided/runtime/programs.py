@@ -97,7 +97,7 @@ class Programs:
         if varying - self._frozen:
             self._form.varying |= varying
             try:
-                as_inputs = self._form.again(given)
+                as_inputs = self._form.read_batch(given.batch)
                 wider = replace(signature, inputs=as_inputs.inputs_of(signature), others=as_inputs.others)
                 return as_inputs, self.find(wider) or self._captured(as_inputs, wider)
             except CaptureError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.parallel import Parallel
-from tests.support.jobs import plan_of, prices_of
+from tests.support.jobs import cluster_of, plan_of, prices_of
 
 SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
 NONE_FOR_ONE = Shares((0.6, 0.0, 0.4), named=(("state", (0.3, 0.3, 0.4)),))
@@ -260,6 +260,44 @@ def test_a_loss_that_is_a_module_is_no_part_of_the_model(crews: Callable[[int], 
     for worst, keys in crews(3).run(loss_is_a_module):
         assert worst < 1e-9
         assert keys == set()
+
+
+def usual_loop_beside_an_idle_device() -> tuple[float, int]:
+    """Three processes, a plan for two of three devices: the third goes through the same loop."""
+    criterion: Any = nn.CrossEntropyLoss()
+    alone, model = built(Classifier), built(Classifier)
+    two = Shares((0.7, 0.3), named=(("state", (0.5, 0.5)),))
+    plan = plan_for(model, (tokens_of(), target_of()), "zero", two, criterion)
+    three = cluster_of(3)
+    plan = replace(plan, cluster=three, on=three.without_device(three.device_names[2]))
+    pm = lopsided.parallelize(model, (tokens_of(), target_of()), plan=plan, loss_fn=criterion)
+    worst = []
+    runs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (alone, pm)]
+    whole = [(tokens_of(k), target_of(k)) for k in range(3)]
+    for (x, y), (own_x, own_y) in zip(whole, lopsided.shard(whole, pm), strict=True):
+        losses = []
+        for (trained, optimizer), batch in zip(runs, ((x, y), (own_x, own_y)), strict=True):
+            output = trained(batch[0])
+            loss = (criterion if trained is alone else pm.loss_fn)(output, batch[1])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        worst.append(far(*losses))
+    pm.eval()
+    with torch.no_grad():
+        for (x, y), (own_x, own_y) in zip(whole, lopsided.shard(whole, pm), strict=True):
+            output, expected = pm(own_x), alone(x)
+            worst.append(far(lopsided.gather(output), expected))
+            worst.append(far(pm.loss_fn(output, own_y), criterion(expected, y)))
+            assert torch.equal(lopsided.gather(own_y), y)
+    return max(worst), pm.world.place
+
+
+def test_the_usual_loop_on_a_rank_whose_device_is_idle(crews: Callable[[int], WorkerPool]) -> None:
+    found = crews(3).run(usual_loop_beside_an_idle_device)
+    assert [place for _, place in found] == [0, 1, -1]
+    assert max(worst for worst, _ in found) < 1e-9
 
 
 def wrong_uses() -> list[str]:
