@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lopsided.capturing.call import LossFn, in_form_of
-from lopsided.capturing.capture_graph import Captured, Returned, capture_call, check_captured, surrounding_autocast
+from lopsided.capturing.capture_graph import Captured, Returned, capture_call, check_captured
 from lopsided.capturing.reads import Reads
+from lopsided.capturing.tracer import surrounding_autocast
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.comm.communicator import Communicator
