@@ -18,8 +18,8 @@ from lopsided.runtime import first_values
 from lopsided.runtime.first_values import take_first_values
 from lopsided.runtime.last_loss import LastLoss, NotFiniteWarning
 from lopsided.runtime.parallel import Parallel
-from tests.runtime.test_parallel import HERE, Net, Products, batch_of, both, gap, net
-from tests.runtime.test_parallel import planned as planned_net
+from tests.support.small_net import HERE, Net, Products, batch_of, both, gap, net
+from tests.support.small_net import planned as planned_net
 from tests.support.two_matrices import numbers, planned, products, small, told
 
 Crews = Callable[[int], WorkerPool]

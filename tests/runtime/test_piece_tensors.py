@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.runtime.piece_tensors import Of, _parameter
-from tests.runtime.test_parallel import batch_of, both, gap
+from tests.support.small_net import batch_of, both, gap
 from tests.support.two_matrices import numbers, small, told
 
 Crews = Callable[[int], WorkerPool]

@@ -14,8 +14,8 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.parallel import Parallel
-from tests.runtime.test_parallel import HERE, THREE, Products
 from tests.support.jobs import plan_of, prices_of
+from tests.support.small_net import HERE, THREE, Products
 
 
 def numbers(seed: int = 0) -> Tensor:
