@@ -9,6 +9,7 @@ The line, each package importing only from packages before it (docs/index.md):
 `plan` is all of the first row.
 """
 
+from lopsided import interrupts as interrupts  # first: from then on Ctrl-C ends a command that is still importing
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import load_cluster
@@ -22,6 +23,7 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, save_plan
 from lopsided.planner.planner import plan
 from lopsided.runtime.batches import shard
+from lopsided.runtime.checkpoint.automatic import Checkpoints
 from lopsided.runtime.checkpoint.checkpoint import load as load_checkpoint
 from lopsided.runtime.checkpoint.checkpoint import save as save_checkpoint
 from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
@@ -33,6 +35,7 @@ from lopsided.verification.simulator import Simulation, simulate
 from lopsided.verification.verifier import Verification, random_program, verify
 
 __all__ = [
+    "Checkpoints",
     "Cluster",
     "Graph",
     "LopsidedError",

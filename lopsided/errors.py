@@ -15,6 +15,7 @@ LopsidedError                  what went wrong, where, and what to do about it
 │   ├── WorldError             processes that do not match the plan, or each other
 │   ├── BatchError             a batch or a loader that is not what was planned
 │   └── CheckpointError        a checkpoint or state dict that cannot be saved, read or applied
+│       └── DamagedError       a checkpoint that is not as it was saved: the one before may be
 ├── TrainingError              a step that cannot go on: a loss that is no number, a parameter that was replaced
 ├── RankError                  another process failed, or stopped taking part
 └── RuleError                  a rule that computes something else than one device would
@@ -95,6 +96,10 @@ class BatchError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint or a state dict that cannot be saved, read or applied."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not as it was saved."""
 
 
 class TrainingError(LopsidedError):

@@ -13,6 +13,7 @@ ROOT = Path(lopsided.__file__).parent
 
 # The floor plan: every package imports only from packages before it.
 ORDER = (
+    "interrupts",
     "errors",
     "codec",
     "models",
@@ -85,6 +86,7 @@ def test_the_imports_of_the_package_itself_are_public_names() -> None:
 
 def test_public_names() -> None:
     assert lopsided.__all__ == [
+        "Checkpoints",
         "Cluster",
         "Graph",
         "LopsidedError",

@@ -23,6 +23,7 @@ import typer
 from rich.markup import escape
 from torch.nn.parameter import is_lazy
 
+from lopsided import interrupts
 from lopsided.capturing.capture_graph import capture
 from lopsided.cli import (
     demo_command,
@@ -89,18 +90,19 @@ app.command("demo")(demo_command.demo_command)
 def main() -> NoReturn:
     """Run the command line; errors become messages."""
     begin_quietly()
+    if interrupts.is_command():
+        interrupts.guard()
     try:
         spell_out()
         app(standalone_mode=True)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):
             sys.exit(BROKEN_PIPE)
-        if end.code == _INTERRUPTED:  # caught by typer, which says nothing
-            _say_interrupted()
+        if end.code == interrupts.STATUS:  # caught by typer, which says nothing
+            _end_interrupted()
         raise
     except KeyboardInterrupt:
-        _say_interrupted()
-        sys.exit(_INTERRUPTED)
+        _end_interrupted()
     except LopsidedError as error:
         if is_verbose():
             err.print_exception()
@@ -123,12 +125,15 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-_INTERRUPTED = 130
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def _say_interrupted() -> None:
+def _end_interrupted() -> NoReturn:
+    if interrupts.is_command():
+        interrupts.say()
+        interrupts.end()
     err.print("interrupted")
+    sys.exit(interrupts.STATUS)
 
 
 # capture

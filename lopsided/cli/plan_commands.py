@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from lopsided import interrupts
 from lopsided.calibration.run_record import Run, load_run
 from lopsided.cli.terminal import (
     AsJson,
@@ -51,6 +52,8 @@ from lopsided.report.plan_tables import (
 )
 from lopsided.report.table import DATA, Column, Row, Table, bytes_text, plural, records, text_lines
 from lopsided.schedule.cost import optimizer_named
+
+_ANSWER_S = 20.0  # for a plan to be made of what was found so far
 
 
 def plan_command(
@@ -103,7 +106,8 @@ def plan_command(
     without = sorted(additions_named(name.strip() for name in ablate.split(",") if name.strip()))
     if not time_limit >= 0:
         raise InputError(f"a time limit of {time_limit:g} s", where="--time-limit", do="give seconds, 0 or more")
-    with _status(quiet=as_json) as tell:
+    # An answer takes a moment once the search is told to stop.
+    with _status(quiet=as_json) as tell, interrupts.answering(_ANSWER_S):
         tell(f"capture and plan  {model}")
         module, data = load_shapes(model, batch)
         found = plan(
@@ -127,13 +131,15 @@ def plan_command(
     except PlanError as error:
         unwritten = error
     if as_json and not unwritten:
-        print_json({"model": model, "dtype": dtype} | plan_json(found))
+        print_json({"model": model, "dtype": dtype, "interrupted": found.interrupted} | plan_json(found))
     elif not as_json:
         _print_plan(found, model, full=full)
         if output and not unwritten:
             say(f"\nwritten to {output}")
     if unwritten:
         raise unwritten
+    if found.interrupted:
+        raise typer.Exit(interrupts.STATUS)
 
 
 def _plan_or_run(file: str) -> Plan:

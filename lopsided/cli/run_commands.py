@@ -39,7 +39,7 @@ from lopsided.models.by_name import load
 from lopsided.planner.plan_file import load_plan
 from lopsided.report.run_tables import comparison_json, comparison_lines
 from lopsided.report.table import Cell, Column, Row, Table, records, seconds_text, text_lines
-from lopsided.runtime.agreement import PLAN_VARIABLE
+from lopsided.runtime.agreement import ELASTIC_VARIABLE, PLAN_VARIABLE
 from lopsided.runtime.checkpoint.checkpoint import convert
 from lopsided.runtime.launch import launch_words, start, start_own, torchrun_options
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED
@@ -106,20 +106,35 @@ def run_command(
     report: Annotated[
         str, typer.Option(metavar="RUN.json", help="Record the first steps in this file; `lopsided compare` reads it.")
     ] = "",
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic", help="Go on when a process is lost: started again, planned anew for the devices there are."
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the line for torchrun.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Train: start a script by a plan, one process a device. Options of torchrun are passed on to it."""
     words = launch_words(
-        load_plan(plan), script, arguments or (), node=node, master=master, options=context.meta[_PASSED_ON]
+        load_plan(plan),
+        script,
+        arguments or (),
+        node=node,
+        master=master,
+        options=context.meta[_PASSED_ON],
+        elastic=elastic,
     )
+    if elastic:
+        os.environ[ELASTIC_VARIABLE] = "1"
     if report:
         check_writable(report, RUN_FILE)
         os.environ[RECORD_VARIABLE] = str(Path(report).resolve())
     if dry_run:
         path = shlex.quote(str(Path(plan).resolve()))
         recorded = f"{RECORD_VARIABLE}={shlex.quote(os.environ[RECORD_VARIABLE])} " if report else ""
-        say(f"{PLAN_VARIABLE}={path} {recorded}torchrun {shlex.join(words)}")
+        wish = f"{ELASTIC_VARIABLE}=1 " if elastic else ""
+        say(f"{PLAN_VARIABLE}={path} {wish}{recorded}torchrun {shlex.join(words)}")
         return
     start(plan, words)
 

@@ -135,6 +135,48 @@ def _kinds(cluster: Cluster) -> list[Kind]:
     return [kind for kind in cluster.kinds for _ in range(kind.devices)]
 
 
+def cluster_of_those_there(told: Sequence[RankInfo], cluster: Cluster) -> Cluster | None:
+    """The part of a cluster that these processes can be, where fewer are there than it has devices; None where they
+    are more, or other devices."""
+    if not told or len(told) > cluster.devices:
+        return None
+    nodes, hosts = list(_nodes_of(cluster).values()), list(_grouped(told, lambda one: one.host).values())
+    kinds = _kinds(cluster)
+
+    def seats(processes: Sequence[RankInfo], devices: Sequence[int]) -> tuple[list[int], float]:
+        return _fewer_assigned(_costs(processes, [kinds[k] for k in devices]))
+
+    def cost(processes: Sequence[RankInfo], devices: Sequence[int]) -> float:
+        return seats(processes, devices)[1] if len(processes) <= len(devices) else _CANNOT * (len(told) + 1)
+
+    if len(hosts) > len(nodes) or any(len(each) > max(map(len, nodes)) for each in hosts):
+        # Several nodes tried out on one machine.
+        hosts, nodes = [list(told)], [list(range(cluster.devices))]
+    chosen, _ = _fewer_assigned([[cost(processes, devices) for devices in nodes] for processes in hosts])
+    taken: dict[int, RankInfo] = {}
+    for processes, node in zip(hosts, chosen, strict=True):
+        if len(processes) > len(nodes[node]):
+            return None
+        found, _ = seats(processes, nodes[node])
+        taken |= {nodes[node][seat]: one for seat, one in zip(found, processes, strict=True)}
+    if not all(_can_be(one, kinds[device]) for device, one in taken.items()):
+        return None
+    left = cluster
+    for device in reversed(range(cluster.devices)):  # from the last, since names are counted anew
+        if device not in taken:
+            left = left.without_device(left.device_names[device])
+    return left
+
+
+def _fewer_assigned(costs: Sequence[Sequence[float]]) -> tuple[list[int], float]:
+    """The column of each row, of which there may be fewer; the first of columns that cost the same."""
+    matrix = numpy.array(costs, dtype=float)
+    count = max(matrix.shape)
+    order = numpy.subtract.outer(numpy.arange(matrix.shape[0]), numpy.arange(matrix.shape[1])) ** 2.0
+    rows, columns = linear_sum_assignment(matrix + order / (count + 1) ** 3)
+    return columns.tolist(), float(matrix[rows, columns].sum())
+
+
 # The cheapest assignment
 
 

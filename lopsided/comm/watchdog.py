@@ -6,6 +6,10 @@ positions and names the rank that failed, died, left, or is elsewhere. A handsha
 that do not do the same before they wait for each other; so does one at the start of any other call that all ranks must
 make (`call`).
 
+A rank that is slow is alive: its thread posts while the main thread computes, compiles or loads. A rank whose thread is
+silent for `SILENT_S` is stuck, unless its process is seen to compute (a call into a library may keep all of its
+threads). A second thread needs no store, which may itself be silent: it ends a process that waits for one that is lost.
+
     posted            by whom                                     read by
     at/RANK           its thread, every second                    explain; the rank before it, every second
     failed            the first to know: an uncaught exception,   every thread, every second; explain
@@ -22,13 +26,15 @@ import itertools
 import json
 import logging
 import os
+import socket
 import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -40,12 +46,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lopsided.comm.world import World, odd_ones
+from lopsided.comm.world import World, default_store, no_longer_watched_by, odd_ones, watched_by
 from lopsided.errors import LopsidedError, RankError, WorldError
 
 _log = logging.getLogger("lopsided")
 
+SILENT_S = 20.0
+"""How long a rank may say nothing before it is taken for dead: one that waits for it has ended after half a minute."""
+
 _MOST_S = 4.5  # that an explanation takes
+_COMPUTES = 0.02  # of a processor, on a machine however busy: such a process is not stuck
 _BEATS = 3  # that are missed by a rank that is called silent
 _GRACE_S = 10.0  # for the main thread to notice by itself what the thread knows
 _WORDS = 3  # of 8 bytes, for the name of a call
@@ -67,21 +77,24 @@ class Position:
     waiting_for: str  # "" while in the training script
     since_s: float
     ended: str = ""
+    process: str = ""  # its number, and where that counts
+    work: str = ""  # what it does itself; "" for the training script
 
     def text(self) -> str:
-        return json.dumps([self.beat, self.now_s, self.step, self.waiting_for, self.since_s, self.ended])
+        told = [self.beat, self.now_s, self.step, self.waiting_for, self.since_s, self.ended, self.process, self.work]
+        return json.dumps(told)
 
     @staticmethod
     def parse(text: str) -> Position:
-        beat, now_s, step, waiting_for, since_s, ended = json.loads(text)
-        return Position(int(beat), float(now_s), int(step), str(waiting_for), float(since_s), str(ended))
+        beat, now_s, step, waiting_for, since_s, *words = json.loads(text)
+        return Position(int(beat), float(now_s), int(step), str(waiting_for), float(since_s), *map(str, words))
 
     @property
     def lasted_s(self) -> float:
         return max(self.now_s - self.since_s, 0.0)
 
     def __str__(self) -> str:
-        doing = f"waiting for {self.waiting_for}" if self.waiting_for else "in the training script"
+        doing = f"waiting for {self.waiting_for}" if self.waiting_for else self.work or "in the training script"
         return f"step {self.step}: {doing}"
 
 
@@ -150,6 +163,47 @@ def reason_of(error: BaseException, trace: TracebackType | None) -> str:
     return said + "".join(f" at {os.path.basename(frame.filename)}:{frame.lineno}" for frame in place)
 
 
+class _Neighbour:
+    """The rank that this one looks after."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._beat, self._looked_s, self._silent_s, self._spent_s = -1, time.monotonic(), 0.0, 0.0
+
+    def silent_s(self, there: Position, most_s: float) -> float:
+        """How long it has been silent. What lies between two looks counts up to `most_s`: this process, or the store,
+        may itself have been stopped."""
+        passed_s, self._looked_s = time.monotonic() - self._looked_s, time.monotonic()
+        spent_s, before_s = _processor_s(there.process), self._spent_s
+        self._spent_s = spent_s
+        if there.beat != self._beat or spent_s - before_s > _COMPUTES * passed_s:
+            self._beat, self._silent_s = there.beat, 0.0
+        else:
+            self._silent_s += min(passed_s, most_s)
+        return self._silent_s
+
+
+@lru_cache(maxsize=1)
+def _where_processes_count() -> str:
+    """Processes that say the same can see each other's numbers."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _processor_s(process: str) -> float:
+    """Seconds of a processor that a process on this machine has taken; 0 of any other, or where that is not told."""
+    number, _, where = process.partition(" ")
+    if not where or where != _where_processes_count():
+        return 0.0
+    try:
+        fields = Path(f"/proc/{int(number)}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 class Watchdog:
     """Of one process. All ranks make one, with the same store; `side` is those that take part, for handshakes."""
 
@@ -167,19 +221,25 @@ class Watchdog:
         # Connections of their own: no question that goes unanswered may keep the main thread, or the heartbeat.
         place = f"lopsided/watch/{next(_numbers)}"
         self._beats, self._asks = (PrefixStore(place, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
-        self._step, self._doing = 0, ("", time.time())
+        self._step, self._main, self._began_s = 0, threading.get_ident(), time.time()
+        self._waits: dict[int, tuple[str, float]] = {}  # what threads wait for, and since when
+        self._work = ""
+        self.waited_s = 0.0  # by the main thread, in all
         self._beat = 0
         self._failure: Failure | None = None
         self._noticed_s = 0.0
         self._first: Position | None = None  # of rank 0, with which the store may go
-        self._neighbour = (-1, -1, 0.0)  # its rank, its last beat, when that was heard
+        self._neighbour = _Neighbour((world.rank + 1) % world.size)
+        self._came_round_s = time.monotonic()
         self._shake: tuple[dist.Work, Tensor, Tensor, dict[str, str]] | None = None
         self._calls = 0  # of those that bystanders make too
         self._stopping = threading.Event()
         self._post()
         self._thread = threading.Thread(target=self._run, name="lopsided-watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="lopsided-guard", daemon=True).start()
         _keep(self)
+        watched_by(self)
 
     # What the main thread says: attribute writes only
 
@@ -187,23 +247,45 @@ class Watchdog:
         self._step = step
 
     def entering(self, what: str) -> None:
-        """This rank now waits for others, in `what`."""
-        self._doing = (what, time.time())
+        """This thread now waits for others, in `what`."""
+        self._waits[threading.get_ident()] = (what, time.time())
 
     def left(self) -> None:
-        self._doing = ("", time.time())
+        waited = self._waits.pop(threading.get_ident(), None)
+        if threading.get_ident() == self._main:
+            self._began_s = time.time()
+            self.waited_s += self._began_s - waited[1] if waited is not None else 0.0
+
+    def at_work(self, what: str) -> None:
+        """What this rank does itself, from now on; "" for the training script."""
+        self._work, self._began_s = what, time.time()
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """In here, amid a wait, this rank is what others may wait for."""
+        thread, before = threading.get_ident(), self._work
+        waited = self._waits.pop(thread, None)
+        self.at_work(what)
+        try:
+            yield
+        finally:
+            self.at_work(before)
+            if waited is not None:
+                self.entering(waited[0])
 
     @property
     def position(self) -> Position:
-        what, since_s = self._doing
-        return Position(self._beat, time.time(), self._step, what, since_s)
+        # A backward pass on a GPU waits in a thread of autograd's.
+        waits = self._waits.get(self._main) or next(iter(list(self._waits.values())), None)
+        what, since_s = waits or ("", self._began_s)
+        return Position(self._beat, time.time(), self._step, what, since_s, work=self._work)
 
     # Why a collective failed
 
     def explain(self, error: BaseException, what: str) -> RankError:
         """What to raise for a collective that failed or timed out. Takes some seconds and never hangs."""
         mine = self.position
-        mine = Position(mine.beat, mine.now_s, mine.step, what, mine.since_s)
+        mine = replace(mine, waiting_for=what)
         said = self._known() or _within(_MOST_S, lambda: self._find(mine))
         # The thread may have heard of a failure while the store went.
         reason, do = said if isinstance(said, tuple) else self._known() or self._no_store(mine)
@@ -372,15 +454,28 @@ class Watchdog:
                     misses = 0
                 except (RuntimeError, ValueError):
                     misses += 1
-                    if misses == 3 and self._failure is None:
-                        self._failure = Failure(0, *self._no_store(self.position))
-                        self._noticed_s = time.monotonic()
+                    if misses == 3:
+                        self._give_up()
+            self._came_round_s = time.monotonic()
+
+    def _guard(self) -> None:
+        """Needs no store: where its process is stopped, the other thread waits for an answer."""
+        while not self._stopping.wait(self.every_s):
+            if time.monotonic() - self._came_round_s > min(self.timeout_s, SILENT_S):
+                self._give_up()
             self._end_if_stuck()
+
+    def _give_up(self) -> None:
+        """On the store."""
+        if self._failure is None:
+            self._failure = Failure(0, *self._no_store(self.position))
+            self._noticed_s = time.monotonic()
 
     def _post(self, ended: str = "") -> None:
         here = self.position
         self._beat += 1
-        there = Position(self._beat, here.now_s, here.step, here.waiting_for, here.since_s, ended)
+        process = f"{os.getpid()} {_where_processes_count()}"
+        there = replace(here, beat=self._beat, ended=ended, process=process)
         self._beats.set(f"at/{self.world.rank}", there.text())
 
     def _look(self) -> None:
@@ -393,19 +488,18 @@ class Watchdog:
                 self._failure, self._noticed_s = failure, time.monotonic()
                 self._beats.set(f"seen/{self.world.rank}", "")
             return
-        rank, beat, heard_s = self._neighbour
-        rank = rank if rank >= 0 else (self.world.rank + 1) % self.world.size
-        there = self._position_of(rank, self._beats) if rank != self.world.rank else None
+        next_one = self._neighbour
+        if next_one.rank == self.world.rank:
+            return
+        there = self._position_of(next_one.rank, self._beats)
         if there is None:
             return
         if there.ended:
-            self._neighbour = ((rank + 1) % self.world.size, -1, 0.0)
-        elif there.beat != beat:
-            self._neighbour = (rank, there.beat, time.monotonic())
-        elif time.monotonic() - heard_s > self.timeout_s:
-            silent = {rank: time.monotonic() - heard_s}
-            reason, _ = blame(self.position, {rank: there}, silent, {rank: self._name(rank)})
-            self._fail(Failure(rank, reason), self._beats)
+            self._neighbour = _Neighbour((next_one.rank + 1) % self.world.size)
+        elif (silent_s := next_one.silent_s(there, _BEATS * self.every_s)) > min(self.timeout_s, SILENT_S):
+            name = {next_one.rank: self._name(next_one.rank)}
+            reason, _ = blame(self.position, {next_one.rank: there}, {next_one.rank: silent_s}, name)
+            self._fail(Failure(next_one.rank, reason), self._beats)
 
     def _end_if_stuck(self) -> None:
         """End the process, with the reason, if the main thread waits for a rank that will not come.
@@ -413,17 +507,20 @@ class Watchdog:
         It is given time to find out by itself. A group of gloo's does; but a rank that failed may live on for a while
         (in a debugger, in another thread of its), and a wait for a GPU cannot be called off at all.
         """
-        what, since_s = self._doing
-        waited_s = time.time() - since_s if what else 0.0
-        failure, mine = self._failure, self.position
-        if failure is not None and failure.culprit != self.world.rank:
-            stuck = min(waited_s, time.monotonic() - self._noticed_s) > _GRACE_S
-        else:
-            stuck = waited_s > self.timeout_s + _GRACE_S
-        if not stuck or self._doing[1] != since_s:
-            return
+        failure, now_s = self._failure, time.time()
+        lost = failure is not None and failure.culprit != self.world.rank
+        for thread, (what, since_s) in list(self._waits.items()):
+            waited_s = now_s - since_s
+            if lost:
+                stuck = min(waited_s, time.monotonic() - self._noticed_s) > _GRACE_S
+            else:
+                stuck = waited_s > self.timeout_s + _GRACE_S
+            if stuck and self._waits.get(thread) == (what, since_s):
+                self._end(what, waited_s)
+
+    def _end(self, what: str, waited_s: float) -> None:
         error = TimeoutError(f"no end after {waited_s:.0f} s")
-        _log.critical("rank %d ends: %s", self.world.rank, self.explain(error, mine.waiting_for))
+        _log.critical("rank %d ends: %s", self.world.rank, self.explain(error, what))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
@@ -438,6 +535,7 @@ class Watchdog:
         if self._stopping.is_set() or self._pid != os.getpid():
             return
         _live.remove(self)
+        no_longer_watched_by(self)
         self._stopping.set()
         if threading.current_thread() is self._thread:  # which collects garbage, like any other
             return
@@ -479,6 +577,35 @@ class Watchdog:
         until = time.monotonic() + most_s
         while marks and time.monotonic() < until and _within(_LEAVE_S, lambda: self._asks.check(marks)) is False:
             time.sleep(self.every_s / 10)
+
+
+@contextmanager
+def watched_start(device: torch.device, timeout_s: float) -> Iterator[Callable[[str], None]]:
+    """In here the ranks have no plan yet, and are watched all the same: whoever fails or is silent is named.
+
+    Gives what to call with what this rank begins to do.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        yield lambda _: None
+        return
+    everyone = tuple(range(size))
+    watch = Watchdog(World(rank, size, everyone, everyone, device), default_store(), timeout_s)
+    try:
+        yield watch.at_work
+    except RuntimeError as error:
+        # Measuring talks in many ways.
+        if not _is_of_talking(error):
+            raise
+        raise watch.explain(error, "the start of training") from error
+    finally:
+        watch.stop()
+
+
+def _is_of_talking(error: RuntimeError) -> bool:
+    """Whether a collective failed, not the model's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(os.path.dirname(dist.__file__))
 
 
 # Of the process: one hook for all watches

@@ -17,12 +17,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
+from lopsided import interrupts
 from lopsided.errors import RankError
 
 _GRACE_S = 20.0
@@ -44,9 +45,11 @@ class WorkerPool:
     ) -> None:
         self.size, self.timeout_s = size, timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="lopsided-")
+        interrupts.folders.add(self._folder.name)
         # A server that has imported torch once and forks: a worker starts in a tenth of a second.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
+        interrupts.folders.add(util.get_temp_dir())  # of the server's sockets
         port = _free_port()
         self._pipes: list[Connection] = []
         self._workers: list[BaseProcess] = []
@@ -140,6 +143,7 @@ class WorkerPool:
                 worker.join()
         self._pipes, self._workers = [], []
         self._folder.cleanup()
+        interrupts.folders.discard(self._folder.name)
 
 
 @contextmanager

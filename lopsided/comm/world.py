@@ -6,6 +6,7 @@ In: a `Plan`, and the environment that torchrun sets. Out: `World`; and the grou
     share_plan  rank 0's plan, on every rank
     meet        match processes to devices
     check_same  refuse to go on where ranks disagree
+    waiting     around every wait for other ranks: who is missing is named
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from lopsided.comm.rank_mapping import RankInfo, find_seats
-from lopsided.errors import WorldError
+from lopsided.errors import LopsidedError, WorldError
 from lopsided.planner.plan_data import Plan
 
 TIMEOUT_S = 600.0
+"""How long a process waits for the others, unless it is told otherwise."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -70,11 +74,14 @@ def _backend_of(told: Sequence[RankInfo]) -> str:
 # Joining
 
 
-def begin(device: torch.device | None = None, *, timeout_s: float = TIMEOUT_S) -> torch.device:
+def begin(device: torch.device | None = None, *, timeout_s: float | None = None) -> torch.device:
     """Join the other processes, if that was not done, and choose this process's device.
 
     The device is `device`, or what LOPSIDED_DEVICE says, or the GPU with this process's local rank, or the CPU.
+    `timeout_s` is the patience of this process from now on; None leaves it as it is.
     """
+    global _patience_s
+    _patience_s = _patience_s if timeout_s is None else timeout_s
     device = device or _own_device()
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -83,7 +90,7 @@ def begin(device: torch.device | None = None, *, timeout_s: float = TIMEOUT_S) -
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=_patience_s)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return device
@@ -97,11 +104,16 @@ def begin(device: torch.device | None = None, *, timeout_s: float = TIMEOUT_S) -
     # Both, where there may be both: which is used among the devices is known when all have told what they are.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # The store of torchrun's agent outlives those that it started before, and has the addresses they had.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        dist.init_process_group(
+            backend, store=PrefixStore(f"attempt/{attempt}", store), rank=rank, world_size=size, timeout=timeout
+        )
     except (RuntimeError, ValueError, OSError) as error:
-        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
         raise WorldError(
-            f"rank {rank} could not join the other processes, {size} in all: {_first_line(error)}",
+            f"rank {os.environ['RANK']} could not join the other processes, {os.environ['WORLD_SIZE']} in all: "
+            f"{_first_line(error)}",
             where=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
             do="see that all were started, with the same address and port, and look for the first that failed",
         ) from error
@@ -146,21 +158,67 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
-# Talking before there is a plan
+# Waiting
 
-_spoken: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group, and one for CPU tensors
+_patience_s = TIMEOUT_S
+
+
+def patience_s() -> float:
+    """How long this process waits for the others, as it was told last."""
+    return _patience_s
+
+
+class Watches(Protocol):
+    """Who knows what the other ranks do (`lopsided.comm.watchdog`)."""
+
+    def entering(self, what: str) -> None: ...
+    def left(self) -> None: ...
+    def explain(self, error: BaseException, what: str) -> LopsidedError: ...
+    def working(self, what: str) -> AbstractContextManager[None]: ...
+
+
+_watches: list[Watches] = []  # of this process, the latest last
+
+
+def watched_by(watch: Watches) -> None:
+    _watches.append(watch)
+
+
+def no_longer_watched_by(watch: Watches) -> None:
+    if watch in _watches:
+        _watches.remove(watch)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """In here this rank waits for others: they can see it, and what fails names who is missing."""
+    watch = _watches[-1] if _watches else None
+    if watch is None:
+        yield
+        return
+    watch.entering(what)
+    try:
+        yield
+    except RuntimeError as error:
+        raise watch.explain(error, what) from error
+    finally:
+        watch.left()
+
+
+def working(what: str) -> AbstractContextManager[None]:
+    """In here, amid a wait, this rank is what others may wait for: they are told what it does."""
+    return _watches[-1].working(what) if _watches else nullcontext()
+
+
+# Talking before there is a plan
 
 
 def group_to_talk() -> dist.ProcessGroup:
-    """All ranks, for CPU tensors. Where the user's own default group is NCCL alone, a second one beside it."""
-    global _spoken
-    default = dist.group.WORLD
-    if default is None:
+    """All ranks, for CPU tensors, with this process's patience: beside the default group, which may have another
+    one, and may be NCCL alone."""
+    if dist.group.WORLD is None:
         raise WorldError("this process has not joined the others", where="torch.distributed", do="call begin() first")
-    if _spoken is None or _spoken[0] is not default:
-        has_gloo = "cpu:gloo" in dist.get_backend_config()
-        _spoken = (default, default if has_gloo else dist.new_group(backend="gloo"))
-    return _spoken[1]
+    return lasting_group("talk", range(dist.get_world_size()), "gloo", _patience_s)
 
 
 def share_plan(
@@ -171,11 +229,12 @@ def share_plan(
     group = group or group_to_talk()
     data = (trouble or plan_text or "").encode() if dist.get_rank() == source else b""
     size = torch.tensor([-len(data) if trouble or not plan_text else len(data)])
-    dist.broadcast(size, source, group=group)
-    length = int(size.item())
-    # A copy: the bytes of a Python string cannot be written to. At least one, for there is no buffer of none.
-    buffer = torch.frombuffer(bytearray(data or bytes(abs(length) or 1)), dtype=torch.uint8)
-    dist.broadcast(buffer, source, group=group)
+    with waiting(f"rank {source}'s word"):
+        dist.broadcast(size, source, group=group)
+        length = int(size.item())
+        # A copy: the bytes of a Python string cannot be written to. At least one, for there is no buffer of none.
+        buffer = torch.frombuffer(bytearray(data or bytes(abs(length) or 1)), dtype=torch.uint8)
+        dist.broadcast(buffer, source, group=group)
     text = buffer[: abs(length)].numpy().tobytes().decode()
     if length <= 0:
         raise WorldError(
@@ -186,15 +245,16 @@ def share_plan(
     return text
 
 
-def _tell(device: torch.device) -> tuple[RankInfo, ...]:
-    """What every rank tells of itself."""
+def tell(device: torch.device) -> tuple[RankInfo, ...]:
+    """What every rank tells of itself. All ranks call it."""
     hardware, memory, chip = "cpu", 0, ""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         hardware, memory, chip = torch.cuda.get_device_name(device), facts.total_memory, str(getattr(facts, "uuid", ""))
     mine = RankInfo(dist.get_rank(), socket.gethostname(), _local_rank(), str(device), hardware, memory, chip)
     heard: list[tuple[str, RankInfo]] = [("", mine)] * dist.get_world_size()
-    dist.all_gather_object(heard, (os.environ.get("GROUP_RANK", ""), mine), group=group_to_talk())
+    with waiting("what every rank tells of itself"):
+        dist.all_gather_object(heard, (os.environ.get("GROUP_RANK", ""), mine), group=group_to_talk())
     # Two agents of torchrun on one machine are two nodes.
     agents = Counter(host for _, host in {(agent, one.host) for agent, one in heard})
     return tuple(
@@ -206,10 +266,10 @@ def _tell(device: torch.device) -> tuple[RankInfo, ...]:
 # With a plan
 
 
-def meet(plan: Plan, *, device: torch.device | None = None, timeout_s: float = TIMEOUT_S) -> World:
+def meet(plan: Plan, *, device: torch.device | None = None, timeout_s: float | None = None) -> World:
     """Match the processes to the devices of the plan. All ranks call it, with the same plan."""
     device = begin(device, timeout_s=timeout_s)
-    told = _tell(device)
+    told = tell(device)
     seats = find_seats(told, plan.cluster, plan.on)
     return World(dist.get_rank(), dist.get_world_size(), seats.ranks, seats.order, device, told)
 
@@ -218,7 +278,8 @@ def check_same(world: World, facts: Mapping[str, str]) -> None:
     """Refuse, on every rank, facts that are not the same on all. All ranks call it."""
     mine = dict(facts)
     heard: list[dict[str, str]] = [mine] * world.size
-    dist.all_gather_object(heard, mine, group=group_to_talk())
+    with waiting("what all must have the same"):
+        dist.all_gather_object(heard, mine, group=group_to_talk())
     if found := odd_ones(dict(enumerate(heard))):
         raise WorldError(
             f"ranks disagree: {found}",
@@ -274,7 +335,8 @@ def lasting_group(use: str, ranks: Sequence[int], backend: str, timeout_s: float
         _lasting = (default, {})
     key = (use, tuple(ranks), backend, timeout_s)
     if key not in _lasting[1]:
-        _lasting[1][key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
+        with waiting(f"the group for {use}"):
+            _lasting[1][key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
     return _lasting[1][key]
 
 

@@ -35,6 +35,7 @@ from lopsided.cluster.cluster import MEASURABLE
 from lopsided.cluster.coefficients import LINK, coefficient
 from lopsided.cluster.devices import Link
 from lopsided.comm.communicator import Communicator
+from lopsided.comm.world import waiting
 from lopsided.profiling.noise import BackgroundLoad, noise, typical, wait_for
 
 WAYS = tuple((collective, way) for collective, found in MEASURABLE.items() for way in found)
@@ -104,7 +105,8 @@ class ControlGroup:
         if self.group is None:
             return list(seconds)
         agreed = torch.tensor(list(seconds), dtype=torch.float64)
-        dist.all_reduce(agreed, how, group=self.group)
+        with waiting("what others have measured"):
+            dist.all_reduce(agreed, how, group=self.group)
         return [float(number) for number in agreed]
 
     def hear(self, told: object) -> list[object]:
@@ -112,7 +114,8 @@ class ControlGroup:
         if self.group is None:
             return [told]
         heard: list[object] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(heard, told, group=self.group)
+        with waiting("what others have measured"):
+            dist.all_gather_object(heard, told, group=self.group)
         return heard
 
     def gather(self) -> None:
@@ -128,7 +131,8 @@ class ControlGroup:
             return
         while not arriving.is_completed():
             meanwhile()
-        arriving.wait()
+        with waiting("others that measure"):
+            arriving.wait()
 
 
 # Lines

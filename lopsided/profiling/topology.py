@@ -19,7 +19,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Link
 from lopsided.comm.communicator import Communicator
-from lopsided.comm.world import lasting_group
+from lopsided.comm.world import lasting_group, patience_s
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import RankHost, chip_of, node_names, seat_of
 from lopsided.profiling.links import MOST_NODES, TURNS, WAYS, ControlGroup, Fit, Talkers, fit_ways, unlike_pairs
@@ -31,7 +31,7 @@ from lopsided.schedule.schedule import BUCKET_BYTES
 # Parts of the budget: for computing beside sending, and for collectives.
 BESIDE_PART, LINKS_PART = 0.07, 0.28
 
-# How many seconds a rank waits for another that still measures.
+# How many seconds a rank waits at most for another that still measures.
 _PATIENCE_S = 300.0
 # The largest piece must be 1.25 times the mean one for a timing to tell what skew costs.
 _SKEWED = 1.25
@@ -81,7 +81,7 @@ def _group_of(ranks: Sequence[int], backend: str, use: str, whole: dist.ProcessG
     """
     if len(dist.get_process_group_ranks(whole)) < dist.get_world_size():
         return whole
-    return lasting_group(f"measuring, {use}", ranks, backend, _PATIENCE_S)
+    return lasting_group(f"measuring, {use}", ranks, backend, min(_PATIENCE_S, patience_s()))
 
 
 # Links
@@ -181,8 +181,8 @@ def _inside_hosts(cluster: Cluster, world: Topology, seats: Sequence[RankHost]) 
         inside = [ranks[rank] for rank, other in enumerate(nodes) if other == node]
         if len(inside) == 1:
             continue
-        group = lasting_group("measuring, talk", inside, _backend(seats), _PATIENCE_S)
-        council = lasting_group("measuring, council", inside, "gloo", _PATIENCE_S)
+        group = lasting_group("measuring, talk", inside, _backend(seats), min(_PATIENCE_S, patience_s()))
+        council = lasting_group("measuring, council", inside, "gloo", min(_PATIENCE_S, patience_s()))
         if node != nodes[me]:
             continue
         part = cluster.only(k for k, kind in enumerate(cluster.kinds) if kind.node == nodes[me])

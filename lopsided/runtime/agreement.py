@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,7 +19,8 @@ import torch.distributed as dist
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.comm.world import World, share_plan
+from lopsided.comm.rank_mapping import cluster_of_those_there, find_seats
+from lopsided.comm.world import World, share_plan, tell
 from lopsided.errors import InputError, PlanError, WorldError
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Placement, Shares
@@ -29,8 +31,16 @@ from lopsided.planner.planner import plan_rivals
 from lopsided.profiling.profile import measure_once
 from lopsided.runtime.differences import differences
 
+_log = logging.getLogger("lopsided")
+
 PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""
+
+ELASTIC_VARIABLE = "LOPSIDED_ELASTIC"
+"""Set to 1 by `lopsided run --elastic`: the plan is a wish, and another is made where other devices are there."""
+
+
+_BRIEFLY_S = 5.0  # to measure devices that were not planned for: the run stands still meanwhile
 
 
 def agreed_plans(
@@ -47,6 +57,9 @@ def agreed_plans(
     the best comes first, and at the most so many are made."""
     if plan is None and cluster is None and (path := os.environ.get(PLAN_VARIABLE)):
         plan = path
+    if plan is not None and os.environ.get(ELASTIC_VARIABLE) == "1":
+        plan, cluster = _wish(plan, device, progress)
+        measure_s = min(measure_s, _BRIEFLY_S)
     if plan is not None and most > 1:
         raise InputError(
             f"a plan is given, and {most} are to be tried",
@@ -79,6 +92,25 @@ def agreed_plans(
             do="build the same model with the same batch shape on every rank",
         )
     return agreed
+
+
+def _wish(
+    plan: Plan | str | Path, device: torch.device, progress: Callable[[str], None]
+) -> tuple[Plan | str | Path | None, Cluster | None]:
+    """The plan, where the devices are there that it is for; else the part of its cluster that is there; or neither,
+    where others are there, which are to be measured. The same on every rank."""
+    given = plan if isinstance(plan, Plan) else parse_plan(from_first(lambda: plan_text(load_plan(plan))))
+    told = tell(device)
+    try:
+        find_seats(told, given.cluster, given.on)
+    except WorldError as error:
+        left = cluster_of_those_there(told, given.cluster)
+        what = "the devices there are measured" if left is None else f"planned anew for {left.devices} of its devices"
+        progress(f"{what}: {error.what}")
+        if dist.get_rank() == 0:
+            _log.warning("%s: %s", error.what, what)
+        return None, left
+    return given, None
 
 
 def from_first(make: Callable[[], str], group: dist.ProcessGroup | None = None, first: int = 0) -> str:

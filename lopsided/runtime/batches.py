@@ -43,7 +43,7 @@ from torch.utils.data import (
 )
 
 from lopsided.capturing.call import in_form_of, named_leaves
-from lopsided.comm.world import World
+from lopsided.comm.world import World, group_to_talk, waiting
 from lopsided.errors import BatchError
 from lopsided.ir.graph import Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of, start_of
@@ -83,12 +83,12 @@ class ShardedLoader:
     def __init__(
         self, loader: Iterable[Any], pm: Parallel, padding: _Padding | None = None, besides: Sequence[str] = ()
     ) -> None:
-        made = {name: placed for name, placed in pm.inputs.items() if name not in besides}
-        self._rows, self._tell, self._padding = _rows_of(pm, made), pm.handed_out, padding
+        self._loader, self._pm, self._besides = loader, pm, besides
+        self._tell, self._padding = pm.handed_out, padding
         self.handed_out = HandedOut()  # the last batch
+        self._planned = pm.plan
+        self._rows = self._rows_now(tells=pm.world.rank == 0)
         self._source: _Indexed | _Streamed
-        if isinstance(loader, DataLoader):
-            self._rows = _check_loader(loader, self._rows, tells=pm.world.rank == 0)
         if isinstance(loader, DataLoader) and loader.batch_sampler is not None and _by_index(loader):
             self._source = _Indexed(loader, self._rows, pm, besides)
         else:
@@ -97,6 +97,12 @@ class ShardedLoader:
         self.batches = 0  # handed out in this epoch
         self.seed = _agreed(_drawn_seed(loader), self._source.count(), pm.world)
         self._goes_on = False
+
+    def _rows_now(self, *, tells: bool) -> _Rows:
+        """The rows of this process by the plan there is."""
+        made = {name: placed for name, placed in self._pm.inputs.items() if name not in self._besides}
+        rows = _rows_of(self._pm, made)
+        return _check_loader(self._loader, rows, tells=tells) if isinstance(self._loader, DataLoader) else rows
 
     @property
     def is_cut(self) -> bool:
@@ -111,7 +117,7 @@ class ShardedLoader:
         if not self._goes_on and self.batches:
             self.epoch, self.batches = self.epoch + 1, 0
         self._goes_on = False
-        for batch, rows in self._source.open(_mixed(self.seed, self.epoch), skip=self.batches):
+        for batch, rows in self._followed():
             self.batches += 1
             if self._padding is not None:
                 batch = self._padding.fill(batch)
@@ -120,6 +126,19 @@ class ShardedLoader:
             yield batch
         self._tell(HandedOut())  # what comes next was not cut here
         self.epoch, self.batches = self.epoch + 1, 0
+
+    def _followed(self) -> Iterator[tuple[Any, int]]:
+        """The batches of this epoch that are left; when shares change on the way, those that are left then, anew."""
+        while True:
+            if self._planned is not self._pm.plan:
+                self._planned, self._rows = self._pm.plan, self._rows_now(tells=False)
+                self._source = self._source.by_rows(self._rows)
+            for found in self._source.open(_mixed(self.seed, self.epoch), skip=self.batches):
+                yield found
+                if self._planned is not self._pm.plan and self._source.opens_anew:
+                    break
+            else:
+                return
 
     def state_dict(self) -> dict[str, int]:
         """Where it is, the same on every process."""
@@ -266,8 +285,9 @@ def _agreed(seed: int, count: int, world: World) -> int:
     """Rank 0's seed, if all have the same number of batches: a process with fewer would leave the others waiting."""
     if world.size == 1 or not dist.is_available() or not dist.is_initialized():
         return seed
-    told = torch.tensor([seed, count], dtype=torch.int64, device=world.device)
-    dist.broadcast(told, 0)
+    told = torch.tensor([seed, count], dtype=torch.int64)
+    with waiting("the seed of the loader"):
+        dist.broadcast(told, 0, group=group_to_talk())
     seed, expected = (int(number) for number in told.tolist())
     if count != expected:
         raise BatchError(
@@ -361,6 +381,12 @@ class _Indexed:
             for value in (leaf.value for leaf, _ in pm.inputs.values())
         ]
 
+    opens_anew = True
+
+    def by_rows(self, rows: _Rows) -> _Indexed:
+        """The same for other rows."""
+        return _Indexed(self._loader, rows, self._pm, self._besides)
+
     def _loader_of_own(self) -> DataLoader[Any]:
         loader = self._loader
         # Batches come in order (no in_order=False), or processes would work on different ones. Without a generator,
@@ -447,7 +473,15 @@ def _tell_of_a_short_batch(got: int, planned: int, tells: bool) -> bool:
 
 
 class _Streamed:
-    """Every process goes through all batches and keeps its rows of each."""
+    """Every process goes through all batches and keeps its rows of each. Other rows need no other batches, which could
+    perhaps not be had twice."""
+
+    opens_anew = False
+
+    def by_rows(self, rows: _Rows) -> _Streamed:
+        """This for other rows."""
+        self._rows = rows
+        return self
 
     def __init__(self, loader: Iterable[Any], rows: _Rows, *, tells: bool) -> None:
         self._loader, self._rows, self._tells = loader, rows, tells

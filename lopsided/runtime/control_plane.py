@@ -16,12 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lopsided.comm.world import lasting_group
+from lopsided.comm.world import lasting_group, patience_s, waiting
 from lopsided.errors import CheckpointError, LopsidedError
 from lopsided.runtime.pieces import Piece
-
-_PATIENCE_S = 1800.0
-"""How long a process waits for another one that writes or reads its part."""
 
 T = TypeVar("T")
 
@@ -76,8 +73,8 @@ class ControlPlane:
 
     def __init__(self) -> None:
         ranks = range(dist.get_world_size())
-        self.group = lasting_group("state", ranks, "gloo", _PATIENCE_S)
-        self.group_of_saves = lasting_group("saves", ranks, "gloo", _PATIENCE_S)
+        self.group = lasting_group("state", ranks, "gloo", patience_s())
+        self.group_of_saves = lasting_group("saves", ranks, "gloo", patience_s())
         self.saving: Waiting | None = None
 
     @property
@@ -95,7 +92,8 @@ class ControlPlane:
         except Exception as error:
             own, mine = error, (None, _failed(self.rank, error))
         told: list[tuple[T | None, LopsidedError | None]] = [mine] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, mine, group=self.group)
+        with waiting("what all ranks say of their state"):
+            dist.all_gather_object(told, mine, group=self.group)
         if own is not None:
             raise own
         for _, refused in told:
@@ -117,7 +115,8 @@ class ControlPlane:
         """Fill a contiguous tensor in main memory with that of the rank `source`."""
         if tensor.numel():
             # As bytes, since gloo does not know every dtype.
-            dist.broadcast(tensor.view(-1).view(torch.uint8), src=source, group=self.group)
+            with waiting(f"a tensor of rank {source}'s state"):
+                dist.broadcast(tensor.view(-1).view(torch.uint8), src=source, group=self.group)
 
 
 def _failed(rank: int, error: Exception) -> CheckpointError:
@@ -126,13 +125,15 @@ def _failed(rank: int, error: Exception) -> CheckpointError:
     )
 
 
-_accord: tuple[object, ControlPlane] | None = None  # of which default group
+_accord: tuple[object, float, ControlPlane] | None = None  # of which default group, with which patience
 
 
 def accord_of(pm: Holder) -> ControlPlane:
     """The accord of the world that this module is in. The first call makes it and must be made by all ranks."""
     global _accord
     default = dist.group.WORLD
-    if _accord is None or _accord[0] is not default:
-        _accord = (default, ControlPlane())
-    return _accord[1]
+    if _accord is None or _accord[:2] != (default, patience_s()):
+        before = _accord[2].saving if _accord is not None and _accord[0] is default else None
+        _accord = (default, patience_s(), ControlPlane())
+        _accord[2].saving = before
+    return _accord[2]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lopsided.comm.world import World, group_to_talk, odd_ones
+from lopsided.comm.world import World, group_to_talk, odd_ones, waiting
 from lopsided.errors import WorldError
 from lopsided.runtime.replicas import digest
 
@@ -30,14 +30,16 @@ def take_first_values(model: nn.Module, world: World) -> tuple[str, ...]:
     group = group_to_talk()
     _check_outline(held, world, group)
     heard = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(heard, mine, group=group)
+    with waiting("digests of the first values"):
+        dist.all_gather(heard, mine, group=group)
     differs = torch.stack(heard).ne(heard[0]).any(0).tolist()
     names = tuple(name for name, is_other in zip(held, differs, strict=True) if is_other)
     for name in names:
         for part in _parts(held[name].data):
             sent = part.to("cpu", copy=True, memory_format=torch.contiguous_format)
             # As bytes, since gloo does not know every dtype.
-            dist.broadcast(sent.view(-1).view(torch.uint8), 0, group=group)
+            with waiting("rank 0's first values"):
+                dist.broadcast(sent.view(-1).view(torch.uint8), 0, group=group)
             if world.rank != 0:
                 part.copy_(sent)
     return names
@@ -62,7 +64,8 @@ def _check_outline(held: dict[str, Tensor], world: World, group: dist.ProcessGro
         "their bytes": str(sum(tensor.nbytes for tensor in held.values())),
     }
     told = [facts] * world.size
-    dist.all_gather_object(told, facts, group=group)
+    with waiting("the outlines of the models"):
+        dist.all_gather_object(told, facts, group=group)
     if found := odd_ones(dict(enumerate(told))):
         raise WorldError(
             f"models are not built alike: {found}",

@@ -1,8 +1,9 @@
 """Starting a run: the line for torchrun that a plan asks for.
 
 In: the path of a plan, a script with its arguments, and, of a plan over several nodes, which node this machine is.
-Out: the words for `torch.distributed.run`, and the run itself, which takes this process's place: signals reach it, and
-its exit status is the command's.
+Out: the words for `torch.distributed.run`, and the run itself, whose agent this process becomes: signals reach it, and
+its exit status is the command's. Ctrl-C is left to `lopsided.interrupts`, for the agent would hand it on to the
+scripts, each of which would show a traceback, and wait for them.
 
 The plan's own numbers come first in the line and the user's options for torchrun behind them, where they win.
 """
@@ -11,17 +12,23 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from lopsided import interrupts
 from lopsided.cluster.cluster import Cluster
-from lopsided.errors import InputError, shown
+from lopsided.errors import InputError, RankError, shown
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.agreement import PLAN_VARIABLE
 
 MODULE = "torch.distributed.run"
+
+RESTARTS = 100
+"""How often an elastic run is started again, unless torchrun is told otherwise."""
 
 _PORT = 29500
 _ADDRESS = ("--master-addr", "--rdzv-endpoint")
@@ -39,14 +46,24 @@ def torchrun_options() -> dict[str, bool]:
 
 
 def launch_words(
-    plan: Plan, script: str, arguments: Sequence[str], *, node: str = "", master: str = "", options: Sequence[str] = ()
+    plan: Plan,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    node: str = "",
+    master: str = "",
+    options: Sequence[str] = (),
+    elastic: bool = False,
 ) -> list[str]:
-    """What follows `torchrun` in the line. `options` are the user's for torchrun."""
+    """What follows `torchrun` in the line. `options` are the user's for torchrun. An `elastic` run is started again
+    when a process is lost, and its nodes may come and go."""
     named = {word.partition("=")[0].replace("_", "-") for word in options if word.startswith("-")}
     if not named & {*_NO_FILE}:
         _check_script(script)
     on = plan.on
     words: list[str] = []
+    if elastic:
+        return [*_elastic_words(on, named, node, master), *options, script, *arguments]
     if node or (on.nodes > 1 and "--nproc-per-node" not in named):
         words += _node_words(on, node, met=bool(master or named & {*_ADDRESS}))
     else:
@@ -59,20 +76,74 @@ def launch_words(
     return [*words, *options, script, *arguments]
 
 
+def _elastic_words(on: Cluster, named: set[str], node: str, master: str) -> list[str]:
+    """Started again as often as need be; with several nodes, each goes on with those that are there."""
+    words = [] if "--max-restarts" in named else ["--max-restarts", str(RESTARTS)]
+    if on.nodes == 1 or ("--nproc-per-node" in named and not named & {*_MEETING, "--nnodes"} and not master):
+        words += [] if "--nproc-per-node" in named else ["--nproc-per-node", str(on.devices)]
+        return words + ([] if named & {*_MEETING, "--nnodes"} else ["--standalone"])
+    if not node and "--nproc-per-node" not in named:
+        _node_words(on, node, met=True)  # which says what is missing
+    words += [] if "--nnodes" in named else ["--nnodes", f"1:{on.nodes}"]
+    if node:
+        fixed = _node_words(on, node, met=bool(master or named & {*_ADDRESS}))
+        words += fixed[fixed.index("--nproc-per-node") :] if "--nproc-per-node" not in named else []
+    if master:
+        # Nodes that may come and go find each other at a store; who comes first is not known.
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", ":".join(_master_words(master)[1::2])]
+    return words
+
+
 def start(plan_file: str | Path, words: Sequence[str]) -> NoReturn:
-    """Become the run."""
+    """Be the agent of the run, until it ends."""
     os.environ[PLAN_VARIABLE] = str(Path(plan_file).resolve())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", MODULE, *words])
+    _be_agent(words)
 
 
 def start_own(processes: int, words: Sequence[str]) -> NoReturn:
-    """Become this very command in so many processes on this machine."""
+    """This very command in so many processes on this machine."""
+    _be_agent(["--standalone", "--nproc-per-node", str(processes), "-m", "lopsided", *words])
+
+
+def _be_agent(words: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    torchrun = ["--standalone", "--nproc-per-node", str(processes)]
-    os.execv(sys.executable, [sys.executable, "-m", MODULE, *torchrun, "-m", "lopsided", *words])
+    if any(word.partition("=")[0].replace("_", "-") == "--nnodes" for word in words):
+        # Nodes that come and go count no attempt: each round has a store of its own.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # The agent leaves what it writes beside the scripts' output among the temporary files.
+    folder = tempfile.mkdtemp(prefix="lopsided-")
+    interrupts.folders.add(folder)
+    tempfile.tempdir = folder
+    try:
+        run_torchrun([*_left_to_us(), *words])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(0)
+
+
+def _left_to_us() -> list[str]:
+    """All signals but that of Ctrl-C are the agent's."""
+    option = "--signals-to-handle"
+    return [option, "SIGTERM,SIGHUP,SIGQUIT"] if option in torchrun_options() else []
+
+
+def run_torchrun(words: list[str]) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(words)
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        raise RankError(
+            f"rank {rank} failed first, with exit code {first.exitcode}",
+            where=f"process {first.pid} of the run",
+            do="see what it said above; the others were ended",
+        ) from None
+    except SignalException as error:
+        sys.exit(128 + int(error.sigval))
 
 
 def _check_script(script: str) -> None:

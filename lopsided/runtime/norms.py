@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lopsided.comm.communicator import Communicator
+from lopsided.comm.world import waiting
 from lopsided.errors import InputError, TrainingError
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.piece_tensors import plain_gradient
@@ -61,7 +62,8 @@ def grad_norm(pm: Parallel, norm_type: float = 2.0, *, call: str = "grad_norm") 
         norms = _norms(_counted_here(pm), order, world.device)
         total = _extreme(norms, order, pm.wire) if math.isinf(order) else _power_sum(norms, order, pm.wire)
     if len(world.ranks) < world.size:
-        dist.broadcast(total, world.ranks[0])
+        with waiting(call):
+            dist.broadcast(total, world.ranks[0])
     exact = any(piece.dtype == torch.float64 for piece in pm.pieces.values())
     return total[0].to(torch.float64 if exact else torch.float32)
 

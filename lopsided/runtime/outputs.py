@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from lopsided.capturing.call import take_apart
 from lopsided.capturing.capture_graph import Returned
 from lopsided.comm.redistribute import Redistributor
-from lopsided.comm.world import World
+from lopsided.comm.world import World, waiting
 from lopsided.errors import TrainingError
 from lopsided.ir.graph import DTYPES
 from lopsided.ir.placement import I, Placement, S
@@ -301,12 +301,14 @@ def told_to_bystanders(tensor: Tensor | None, pm: Any) -> Tensor:
     dtypes = list(DTYPES.values())
     if tensor is not None:
         about[: 2 + tensor.dim()] = torch.tensor([dtypes.index(tensor.dtype), tensor.dim(), *tensor.shape])
-    dist.broadcast(about, world.ranks[0])
+    with waiting("the form of an output"):
+        dist.broadcast(about, world.ranks[0])
     number, dims, *shape = about.tolist()
     flat = (
         torch.empty(shape[:dims], dtype=dtypes[number], device=where) if tensor is None else tensor.detach().to(where)
     )
     # As bytes, which every backend sends.
     told = flat.contiguous().reshape(-1).view(torch.uint8)
-    dist.broadcast(told, world.ranks[0])
+    with waiting("an output, told to all ranks"):
+        dist.broadcast(told, world.ranks[0])
     return tensor if tensor is not None else told.view(dtypes[number]).reshape(shape[:dims]).to(world.device)

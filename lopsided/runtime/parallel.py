@@ -33,7 +33,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.redistribute import Redistributor
-from lopsided.comm.watchdog import Watchdog
+from lopsided.comm.watchdog import Watchdog, watched_start
 from lopsided.comm.world import (
     TIMEOUT_S,
     World,
@@ -44,6 +44,7 @@ from lopsided.comm.world import (
     meet,
     share_plan,
     side_group,
+    waiting,
 )
 from lopsided.errors import BatchError, TrainingError
 from lopsided.executor.executor import Executor, Ran
@@ -51,7 +52,7 @@ from lopsided.executor.gradients import Gradients
 from lopsided.executor.local_op import AnyRandomness
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import Graph, Leaf
-from lopsided.ir.placement import Placement
+from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
@@ -66,8 +67,10 @@ from lopsided.runtime.handover import hand_over
 from lopsided.runtime.initial import initialise
 from lopsided.runtime.inputs import Inputs
 from lopsided.runtime.last_loss import LastLoss
+from lopsided.runtime.moving import take_shares
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
+from lopsided.runtime.paced import Paced, check_replan
 from lopsided.runtime.parameter_hooks import ParameterHooks
 from lopsided.runtime.piece_tensors import plain
 from lopsided.runtime.pieces import Piece, piece_of
@@ -98,6 +101,7 @@ def parallelize(
     bucket_bytes: int | None = None,
     measure_s: float = 20.0,
     tries: int = 1,
+    replan: str = "off",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Parallel:
     """`model` on the processes of this world, one a device, by `plan` (a file or a `Plan`).
@@ -108,39 +112,45 @@ def parallelize(
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
     for never. With `check_capture`, one step of what was captured is first compared with one of the model as it is, on
     the example batch or some rows of it. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the
-    script decides. Gradients and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
+    script decides. Gradients and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says. With
+    `replan="auto"` devices that turn out slower or faster than planned get other shares while training.
     """
+    check_replan(replan)
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
-    progress("capturing the model")
-    captured = capture_call(model, batch, loss_fn=loss_fn, needs_loss=False)
-    graph = captured.graph
-    if check_capture:
-        progress("comparing what was captured with the model")
-        skipped = from_first(lambda: check_captured(model, batch, loss_fn, captured) or _COMPARED)
-        if skipped != _COMPARED:
-            progress(f"what was captured is not compared with the model: {skipped}")
-    plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, progress)
-    chosen = quickest(plans, where, timeout_s=timeout_s, progress=progress)[0] if tries > 1 else plans[0]
-    world = meet(chosen, device=where)
-    check_same(
-        world,
-        {"the graph": graph.fingerprint, "the plan": digest_of(plan_text(chosen)), "torch": torch.__version__[:4]},
-    )
-    progress("cutting the parameters")
-    pm = Parallel(
-        model,
-        batch,
-        captured,
-        chosen,
-        world,
-        loss_fn=loss_fn,
-        init=init,
-        seed=int(share_plan(str(torch.initial_seed() if seed is None else seed))) % 2**62,
-        timeout_s=timeout_s,
-        check_every=check_every,
-        on_nan=on_nan,
-        bucket_bytes=bucket_bytes,
-    )
+    with watched_start(where, timeout_s) as at_work:
+        progress = _both(at_work, progress)
+        progress("capturing the model")
+        captured = capture_call(model, batch, loss_fn=loss_fn, needs_loss=False)
+        graph = captured.graph
+        if check_capture:
+            progress("comparing what was captured with the model")
+            skipped = from_first(lambda: check_captured(model, batch, loss_fn, captured) or _COMPARED)
+            if skipped != _COMPARED:
+                progress(f"what was captured is not compared with the model: {skipped}")
+        plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, progress)
+        chosen = quickest(plans, where, timeout_s=timeout_s, progress=progress)[0] if tries > 1 else plans[0]
+        world = meet(chosen, device=where, timeout_s=timeout_s)
+        check_same(
+            world,
+            {"the graph": graph.fingerprint, "the plan": digest_of(plan_text(chosen)), "torch": torch.__version__[:4]},
+        )
+        progress("cutting the parameters")
+        pm = Parallel(
+            model,
+            batch,
+            captured,
+            chosen,
+            world,
+            loss_fn=loss_fn,
+            init=init,
+            seed=int(share_plan(str(torch.initial_seed() if seed is None else seed))) % 2**62,
+            timeout_s=timeout_s,
+            check_every=check_every,
+            on_nan=on_nan,
+            bucket_bytes=bucket_bytes,
+        )
+        if replan == "auto":
+            pm.watch_pace()
     if path := os.environ.get(RECORD_VARIABLE):
         pm.record(path)
     return pm
@@ -202,6 +212,8 @@ class Parallel(nn.Module):
             self._gradients = self._collector()
         self._all_on_host = self.largest(int(world.device.type != "cpu")) == 0
         self.recording: Recording | None = None
+        self._paced: Paced | None = None
+        self._copies: weakref.WeakSet[Parallel] = weakref.WeakSet()
         self.training = model.training
         self._every_module = list(self.modules())
         self._buffers_by_name = Buffers(self)
@@ -281,6 +293,8 @@ class Parallel(nn.Module):
         nn.Module.__init__(made)
         made.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
         made._copied_from = (self,)  # which keeps watch for both
+        made._copies, made._paced = weakref.WeakSet(), None
+        self._copies.add(made)
         made.training = self.training
         made._hold(copy.deepcopy(self._model[0], memo), self.pieces)
         made._optimizers, made.recording = [], None
@@ -322,7 +336,8 @@ class Parallel(nn.Module):
         """The largest of the numbers that the ranks which take part give; all of them call this."""
         told = torch.tensor([number])
         if self.wire is not None and self.wire.size > 1:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._side)
+            with waiting("the largest number of any rank"):
+                dist.all_reduce(told, dist.ReduceOp.MAX, group=self._side)
         return int(told)
 
     def _check_entries(self, given: Given) -> None:
@@ -534,6 +549,50 @@ class Parallel(nn.Module):
             # What is sent between steps (a checkpoint, a comparison of replicas) belongs to none.
             self.wire.recorder = None
             self.recording.after_update()
+        if self._paced is not None and optimizer is self._optimizers[-1]():
+            self._paced.step_done()
+
+    # Other shares while training
+
+    def replan(self, plan: Plan | None = None) -> bool:
+        """Take another plan with the same program, or shares by what devices took in the last steps; whether any
+        piece was moved. Every rank calls it, between two steps."""
+        self.together("pm.replan")
+        if plan is None:
+            return self.watch_pace().now()
+        take_shares(self, plan)
+        return True
+
+    def watch_pace(self) -> Paced:
+        """From now on every step's time is noted, and shares are changed when that is worth it."""
+        if self._paced is None:
+            self._paced = Paced(self, self._side)
+        return self._paced
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a copy of this module holds pieces by the same plan."""
+        return len(self._copies) > 0 or "_copied_from" in self.__dict__
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that have taken steps, in the order of their first."""
+        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """This rank's piece of a parameter, whatever module it is in."""
+        return self._adopted.by_name[name]
+
+    def now_by(self, plan: Plan, shares: Shares, changed: Mapping[str, Piece]) -> None:
+        """The pieces have moved: what was made of the old shares is made anew."""
+        self.pieces.update(changed)
+        self.__dict__["plan"] = plan
+        self.shares = shares
+        if self.wire is not None:
+            self._exchange = Redistributor(self.wire, self.shares, Network(plan.on))
+            self._gradients = self._collector()
+        self._form, self._programs = self._no_programs()
+        self._inputs = Inputs(self._graph, plan.program, self.world, self._exchange if self.wire is not None else None)
+        self._handed_out = HandedOut()
 
     # What is recorded
 
@@ -632,6 +691,14 @@ class Parallel(nn.Module):
             raise self.watch.explain(error, "the loss, told to all ranks") from error
         finally:
             self.watch.left()
+
+
+def _both(one: Callable[[str], None], other: Callable[[str], None]) -> Callable[[str], None]:
+    def tell(text: str) -> None:
+        one(text)
+        other(text)
+
+    return tell
 
 
 def _pass_is_done(pm: Parallel | None, hooks: ParameterHooks) -> None:

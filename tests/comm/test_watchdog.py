@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.comm.watchdog import Failure, Position, Watchdog, _within, blame, reason_of
+from lopsided.comm.watchdog import Failure, Position, Watchdog, _Neighbour, _within, blame, reason_of
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, default_store, side_group
 from lopsided.errors import LopsidedError, WorldError
@@ -224,7 +224,7 @@ def test_ranks_that_do_not_are_named(
 # Whole processes, that end
 
 SCRIPT = """
-import sys, time, threading
+import os, signal, sys, time, threading
 import torch, torch.distributed as dist
 from lopsided.comm.world import World, begin, default_store, side_group
 from lopsided.comm import watchdog as module
@@ -293,9 +293,9 @@ def told_by(forking: subprocess.Popen[bytes], within_s: float) -> Any:
 
 
 def run_ranks(
-    forking: subprocess.Popen[bytes], size: int, body: str, folder: Path, awaited: int | None = None
+    forking: subprocess.Popen[bytes], size: int, body: str, folder: Path, awaited: Sequence[int] | None = None
 ) -> list[tuple[int, str]]:
-    """Exit code and stderr of each rank's own process; of the first `awaited`, the others then are killed."""
+    """Exit code and stderr of each rank's own process; of those `awaited`, the others then are killed."""
     script = folder / "train.py"
     script.write_text(SCRIPT + body)
     with socket.socket() as found:
@@ -306,7 +306,7 @@ def run_ranks(
     assert forking.stdin is not None
     forking.stdin.write(f"{json.dumps(job)}\n".encode())
     processes = {rank: int(process) for process, rank in told_by(forking, 60).items()}
-    wanted = range(size)[:awaited]
+    wanted = range(size) if awaited is None else awaited
     codes: dict[int, int] = {}
     try:
         while not codes.keys() >= {*wanted}:
@@ -343,9 +343,48 @@ if rank == 1:
     raise ValueError("nonsense")
 step(watch, side, 2)
 """
-    [(code, told)] = run_ranks(forking, 2, body, tmp_path, awaited=1)
+    [(code, told)] = run_ranks(forking, 2, body, tmp_path, awaited=[0])
     assert code == 1
     assert "rank 0 ends: rank 1 failed: ValueError: nonsense" in told
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_that_is_stopped_is_named_although_it_holds_the_store(
+    odd: int, forking: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    body = f"""
+module.SILENT_S = 3.0
+if rank == {odd}:
+    os.kill(os.getpid(), signal.SIGSTOP)
+step(watch, side, 2)
+"""
+    [(code, told)] = run_ranks(forking, 2, body, tmp_path, awaited=[1 - odd])
+    assert code == 1
+    assert f"rank {odd} died or was stopped: silent for" in told or (odd == 0 and "rank 0 is gone" in told), told
+
+
+def test_a_rank_that_is_slow_is_not_dead(forking: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """One that sleeps, as who waits for a disk does, and one that computes and lets no other thread of its run."""
+    body = """
+module.SILENT_S = 3.0
+if rank == 1:
+    time.sleep(6)
+if rank == 0:
+    until = time.monotonic() + 6
+    while time.monotonic() < until:
+        sum(range(10**7))
+step(watch, side, 2)
+"""
+    for code, told in run_ranks(forking, 2, body, tmp_path):
+        assert (code, told) == (0, "")
+
+
+def test_the_time_in_which_nobody_looked_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process may have been stopped itself, or the store of positions."""
+    now = iter([0.0, 1.0, 1.0, 500.0, 500.0, 501.0, 501.0, 502.0, 502.0])
+    monkeypatch.setattr("lopsided.comm.watchdog.time.monotonic", lambda: next(now))
+    other = _Neighbour(1)
+    assert [other.silent_s(HERE, 3.0) for _ in range(4)] == [0.0, 3.0, 4.0, 5.0]
 
 
 def test_a_rank_with_fewer_steps_is_named(forking: subprocess.Popen[bytes], tmp_path: Path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +20,10 @@ from lopsided.planner.plan_file import save_plan
 from lopsided.runtime.launch import MODULE
 from tests.support import clusters
 from tests.support.jobs import cluster_of, plan_of, prices_of
+from tests.support.launched import Started
 
 SPEC = "gpt2:layers=1,width=16,heads=2,seq=6,vocab=31,dropout=0,batch=6"
 SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
-PATIENCE_S = 110
 
 SCRIPT = """
 import argparse, json, os, sys
@@ -95,24 +92,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     two = clusters.cluster(*kinds)
     save_plan(replace(plan, cluster=two, on=two), folder / "two.json")
     return folder
-
-
-class Started(subprocess.Popen[str]):
-    """A command whose output is taken together, and which is ended if the test leaves early."""
-
-    def __init__(self, folder: Path, *words: object) -> None:
-        command = [sys.executable, "-m", *map(str, words)]
-        environment = {name: value for name, value in os.environ.items() if name != "LOPSIDED_PLAN"}
-        super().__init__(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment
-        )
-
-    def end(self) -> str:
-        try:
-            return self.communicate(timeout=PATIENCE_S)[0]
-        except subprocess.TimeoutExpired:
-            self.terminate()  # torchrun then ends its workers
-            raise AssertionError(f"did not end\n{self.communicate()[0]}") from None
 
 
 def told(folder: Path) -> Iterator[dict[str, object]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
+from lopsided.comm.world import waiting, working
 from lopsided.errors import CheckpointError, LopsidedError, shown
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.checkpoint.folder import (
@@ -39,6 +41,7 @@ from lopsided.runtime.checkpoint.folder import (
     Table,
     Training,
     as_plain,
+    check_digests,
     clear,
     few,
     find,
@@ -59,6 +62,8 @@ from lopsided.runtime.checkpoint.state import model_kept, model_wanted, spread, 
 from lopsided.runtime.checkpoint.storage import Held, LoadPlanner, SafeReader, SafeWriter, SavePlanner, check_files
 from lopsided.runtime.checkpoint.tensor_file import TensorEntry, write_tensors
 from lopsided.runtime.control_plane import ControlPlane, Holder, accord_of
+
+_log = logging.getLogger("lopsided")
 
 _PLAIN, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
@@ -107,6 +112,9 @@ class Saving:
             self._job()
         except BaseException as error:
             self._error = error
+            if self._thread is not None:
+                # The next save raises it, but there may be none.
+                _log.warning("%s was not saved: %s", self.path.name, str(error).partition("\n")[0])
         finally:
             del self._job  # and the copies it holds
 
@@ -137,22 +145,24 @@ def save(
     scheduler: Stateful | None = None,
     wait: bool = True,
     keep: int | None = None,
+    then: Callable[[Path], None] | None = None,
 ) -> Saving:
     """Save a run as `folder/step-...`, named by the steps it has done. Every rank must call this.
 
     With `wait=False` it returns as soon as everything is copied to main memory, and writes while training goes on. A
-    save waits for the one before. `keep` is how many checkpoints up to this one are left in the folder.
+    save waits for the one before. `keep` is how many checkpoints up to this one are left in the folder. `then` is
+    called on rank 0 with the checkpoint when it is complete.
     """
     pm.together("save_checkpoint")
     accord, folder = accord_of(pm), Path(folder).absolute()
-    _finish_last(accord)
+    finish_last(accord)
     step = pm.steps_done
     _check_alike(accord.all(lambda: (step, str(folder), keep)))
     accord.each(pm.before_saving)
     held, training = _captured(pm, optimizer, loader, scheduler, accord)
     if not wait:
         held = {key: each.copied() for key, each in held.items()}
-    writer = _Writer(folder, step, training, keep)
+    writer = _Writer(folder, step, training, keep, then or (lambda _: None))
     saving = Saving(writer.path, lambda: _write(held, writer, accord))
     if wait:
         saving.run()
@@ -163,7 +173,7 @@ def save(
     return saving
 
 
-def _finish_last(accord: ControlPlane) -> None:
+def finish_last(accord: ControlPlane) -> None:
     """Wait for the save under way. If nobody was told that it failed, all are now."""
     last, accord.saving = accord.saving, None
     if last is not None:
@@ -248,10 +258,12 @@ def _random_key(place: int, stream: str) -> str:
 class _Writer(SafeWriter):
     """Writes beside the checkpoints, and gives what it wrote its name when all is there."""
 
-    def __init__(self, folder: Path, step: int, training: Training, keep: int | None) -> None:
+    def __init__(
+        self, folder: Path, step: int, training: Training, keep: int | None, then: Callable[[Path], None]
+    ) -> None:
         self.path = written(folder, step)
         super().__init__(partial(folder, step))
-        self.root, self.step, self.training, self.keep = folder, step, training, keep
+        self.root, self.step, self.training, self.keep, self.then = folder, step, training, keep, then
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
@@ -259,13 +271,14 @@ class _Writer(SafeWriter):
         super().set_up_storage_writer(is_coordinator)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        write_file(self.folder / TRAINING, self.training)
+        self.beside[TRAINING] = write_file(self.folder / TRAINING, self.training)
         super().finish(metadata, results)
         give_name(self.folder, self.path)
         if self.keep is not None:
             older = [step for step in steps_in(self.root) if step < self.step]
             for step in older[: len(older) + 1 - self.keep]:
                 remove(written(self.root, step))
+        self.then(self.path)
 
 
 def _write(held: dict[str, Held], writer: _Writer, accord: ControlPlane) -> None:
@@ -285,7 +298,8 @@ def _write(held: dict[str, Held], writer: _Writer, accord: ControlPlane) -> None
 def _in_torch(job: Callable[[], object], path: Path) -> None:
     """Do what `torch.distributed.checkpoint` does, and say in our words what failed on which rank."""
     try:
-        job()
+        with waiting(f"others at {path.name}"):
+            job()
     except CheckpointException as failed:
         rank, (error, _) = next(iter(failed.failures.items()))
         if isinstance(error, LopsidedError):
@@ -306,16 +320,18 @@ def load(
     loader: Stateful | None = None,
     scheduler: Stateful | None = None,
     step: int | None = None,
+    verify: bool = True,
 ) -> int:
     """Go on from a checkpoint: the latest, or that of `step`, which is returned. Every rank must call this.
 
     The plan, the number of processes and the shares may be others than those it was saved under: every process reads
     what it holds now. The optimizer is a fresh one of the same class, with the same groups of parameters. Nothing is
-    changed if the checkpoint does not fit.
+    changed if the checkpoint does not fit, or is not as it was saved: `verify` reads every file once, each process some
+    of them.
     """
     pm.together("load_checkpoint")
     accord, folder = accord_of(pm), Path(folder).absolute()
-    _finish_last(accord)
+    finish_last(accord)
 
     def found() -> tuple[Path, Training]:
         restore(folder)
@@ -351,6 +367,9 @@ def load(
         wanted |= _random_wanted(pm, training, reader.table, random)
         return wanted, then
 
+    if verify:
+        with working(f"checking {path.name}"):
+            accord.each(lambda: check_digests(path, reader.tables.files, accord.rank, pm.world.size))
     wanted, then = accord.each(prepared)
     _in_torch(
         lambda: dcp.state_dict_loader.load(
@@ -432,6 +451,7 @@ def convert(folder: str | Path, to: str | Path) -> Path:
     missing = [name for name, key in stored.items() if key not in reader.table]
     if missing:
         raise refuse(f"the checkpoint has no {shown(missing[0])}", path)
+    check_digests(path, reader.tables.files)
     check_files(path, {key: reader.table[key] for key in stored.values()})
     # Beside it first: whoever reads `to` finds all of it or nothing new.
     beside = to.with_name(f".{to.name}.partial")

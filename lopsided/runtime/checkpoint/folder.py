@@ -9,6 +9,7 @@ counters and numbers that are not finite too, each marked by the one key "~".
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -17,7 +18,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -25,13 +26,13 @@ import torch
 from torch import Tensor
 
 from lopsided.codec import FileKind, Key, Place, Whole, encode, parse_json, read_text
-from lopsided.errors import CheckpointError, shown
-from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES
+from lopsided.errors import CheckpointError, DamagedError, shown
+from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, digest_of_file
 
 FORMAT, VERSION = "lopsided-checkpoint", 1
 TABLE, TRAINING = "metadata.json", "training.json"
 CHECKPOINT_FILE = FileKind(
-    CheckpointError,
+    DamagedError,
     "checkpoint",
     "lopsided.save_checkpoint makes one",
     format=FORMAT,
@@ -44,6 +45,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 _SET_ASIDE = re.compile(r"\.(step-\d{8,})\.replaced")
 _FILE = re.compile(r"rank-\d{5,7}\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_DIMS, _MOST_ELEMENTS = 64, 2**50
 _FIRST_FEW = 5
 _log = logging.getLogger(__name__)
@@ -51,9 +53,9 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def refuse(what: str, where: str | Path = "a value of the checkpoint") -> CheckpointError:
+def refuse(what: str, where: str | Path = "a value of the checkpoint") -> DamagedError:
     """Of a checkpoint that is not as it was saved."""
-    return CheckpointError(what, where=str(where), do=CHECKPOINT_FILE.do)
+    return DamagedError(what, where=str(where), do=CHECKPOINT_FILE.do)
 
 
 def few(items: list[str]) -> str:
@@ -207,11 +209,24 @@ class Record:
 Table = Mapping[str, Record]
 
 
+_Digest = Annotated[str, Key(fits=_DIGEST.fullmatch, wanted="a SHA-256 digest")]
+_Digests = Annotated[
+    Mapping[str, _Digest],
+    Key(
+        fits=lambda digests: all(name == TRAINING or _FILE.fullmatch(name) for name in digests),
+        wanted=f"{TRAINING} and files of processes",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableFile:
+    """`files` has the digests of all files beside this one; checkpoints of the version before have none."""
+
     format: str = FORMAT
     version: int = VERSION
     tensors: Table
+    files: _Digests = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +268,14 @@ class Training:
     loader: object = None
 
 
-def write_file(path: Path, file: TableFile | Training) -> None:
-    """Written when this returns, even if the machine stops."""
-    with path.open("w", encoding="utf-8") as opened:
-        json.dump(encode(file), opened, indent=1, allow_nan=False)
+def write_file(path: Path, file: TableFile | Training) -> str:
+    """Written when this returns, even if the machine stops. Returns the digest of what was written."""
+    data = json.dumps(encode(file), indent=1, allow_nan=False).encode()
+    with path.open("wb") as opened:
+        opened.write(data)
         opened.flush()
         os.fsync(opened.fileno())
+    return hashlib.sha256(data).hexdigest()
 
 
 def _read_file(path: Path, cls: type[T]) -> T:
@@ -273,8 +290,14 @@ def read_training(path: Path) -> Training:
 
 
 def read_table(folder: Path) -> Table:
-    """The tensors of a checkpoint: no more in a file than it holds, and nothing there twice."""
-    table = _read_file(folder / TABLE, TableFile).tensors
+    """The tensors of a checkpoint."""
+    return read_tables(folder).tensors
+
+
+def read_tables(folder: Path) -> TableFile:
+    """What there is in a checkpoint: no more in a file than it holds, and nothing there twice."""
+    found = _read_file(folder / TABLE, TableFile)
+    table = found.tensors
     claimed: Counter[str] = Counter()
     seen: set[tuple[str, str]] = set()
     for record in table.values():
@@ -289,7 +312,29 @@ def read_table(folder: Path) -> Table:
             raise refuse("this file is missing, or not a plain one", path)
         if (there := path.stat().st_size) < size:
             raise refuse(f"the file has {there:,} bytes, less than the {size:,} it should hold", path)
-    return table
+    return found
+
+
+def check_digests(folder: Path, digests: Mapping[str, str], part: int = 0, parts: int = 1) -> None:
+    """Are these files as they were saved? One process of `parts` looks at every so manieth."""
+    for name in sorted(digests)[part::parts]:
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise refuse("this file is missing, or not a plain one", path)
+        if digest_of_file(path) != digests[name]:
+            raise DamagedError(
+                f"{name} is not as it was saved: its digest is another one",
+                where=str(path),
+                do=_the_one_before(folder),
+            )
+
+
+def _the_one_before(path: Path) -> str:
+    match = _NAME.fullmatch(path.name)
+    older = [step for step in steps_in(path.parent) if match and step < int(match[1])]
+    if not older:
+        return "take a copy of this checkpoint; there is none before it in its folder"
+    return f"load the checkpoint before: step={older[-1]}"
 
 
 # Plain data

@@ -182,7 +182,7 @@ def optimizer_wanted(
             if "value" in form:
                 entries[key] = from_plain(form["value"])
             elif "number" in form:
-                entries[key] = _number(form, f"{shown(key)} of {name} in the optimizer's state", where)
+                entries[key] = number_of(form, f"{shown(key)} of {name} in the optimizer's state", where)
             elif (record := table.get(_key(name, key))) is not None:
                 entries[key], wanted[_key(name, key)] = _room(record, pm.pieces.get(name), parameter, key, of, where)
             else:
@@ -239,7 +239,8 @@ def _options(
     return found
 
 
-def _number(form: Form, what: str, where: str) -> Tensor:
+def number_of(form: Form, what: str, where: str) -> Tensor:
+    """A number of the state, in a tensor of its shape."""
     number, shape = from_plain(form["number"]), form.get("shape")
     dtype = DTYPES.get(str(form.get("dtype")))
     if dtype is None or not isinstance(shape, list) or len(shape) > 64 or any(size != 1 for size in shape):

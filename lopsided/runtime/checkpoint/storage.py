@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from lopsided.comm.world import working
 from lopsided.errors import CheckpointError, shown
 from lopsided.runtime.checkpoint.folder import (
     TABLE,
@@ -38,7 +39,7 @@ from lopsided.runtime.checkpoint.folder import (
     Stored,
     Table,
     TableFile,
-    read_table,
+    read_tables,
     refuse,
     sync_folder,
     write_file,
@@ -126,6 +127,7 @@ class SafeWriter(StorageWriter):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
+        self.beside: dict[str, str] = {}  # digests of files that others have written there
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -164,18 +166,25 @@ class SafeWriter(StorageWriter):
         items = {entry.key: item for entry, item in zip(entries, plan.items, strict=True)}
         if len(items) < len(plan.items):
             raise CheckpointError("two chunks have the same name", where=str(self.folder), do="save each chunk once")
+        digest = ""
         if items:
             # What is no tensor was refused with its entry.
-            write_tensors(self.folder / plan.storage_data, entries, lambda key: planner.resolve_data(items[key]))  # type: ignore[arg-type, return-value]
+            with working(f"writing its part of {self.folder.name}"):
+                value_of: Any = lambda key: planner.resolve_data(items[key])  # noqa: E731
+                digest = write_tensors(self.folder / plan.storage_data, entries, value_of)
         done: Future[list[WriteResult]] = Future()
         done.set_result(
-            [WriteResult(items[entry.key].index, entry.bytes, (plan.storage_data, entry.key)) for entry in entries]
+            [
+                WriteResult(items[entry.key].index, entry.bytes, (plan.storage_data, entry.key, digest))
+                for entry in entries
+            ]
         )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """By the coordinator, when everybody has written: the table, and all of it safe on disk."""
-        places = {result.index: result.storage_data for written in results for result in written}
+        places = {result.index: result.storage_data[:2] for written in results for result in written}
+        digests = {result.storage_data[0]: result.storage_data[2] for written in results for result in written}
         table = {}
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
@@ -185,7 +194,7 @@ class SafeWriter(StorageWriter):
                 for chunk in stored.chunks
             )
             table[name] = Record(stored.properties.dtype, tuple(stored.size), chunks)
-        write_file(self.folder / TABLE, TableFile(tensors=table))
+        write_file(self.folder / TABLE, TableFile(tensors=table, files=digests | self.beside))
         sync_folder(self.folder)
 
 
@@ -208,13 +217,17 @@ class SafeReader(StorageReader):
         self.folder = folder
 
     @cached_property
+    def tables(self) -> TableFile:
+        return read_tables(self.folder)
+
+    @property
     def table(self) -> Table:
-        return read_table(self.folder)
+        return self.tables.tensors
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.folder = Path(checkpoint_id)
-            vars(self).pop("table", None)
+            vars(self).pop("tables", None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -236,14 +249,15 @@ class SafeReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Before anybody reads: are the files what the table says?"""
         names = {item.storage_index.fqn for item in plan.items}
-        check_files(self.folder, {name: self.table[name] for name in names})
+        with working(f"checking {self.folder.name}"):
+            check_files(self.folder, {name: self.table[name] for name in names})
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
     def read_data(self, plan: LoadPlan, planner: torch_planner.LoadPlanner) -> Future[None]:
-        with ExitStack() as stack:
+        with working(f"reading {self.folder.name}"), ExitStack() as stack:
             files: dict[str, TensorFile] = {}
             for item in plan.items:
                 record = self.table[item.storage_index.fqn]

@@ -9,6 +9,7 @@ length (8 bytes), JSON with dtype, shape and place of each tensor, then their by
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -68,8 +69,11 @@ def check_dtype(dtype: torch.dtype, where: str) -> None:
 
 def write_tensors(
     path: Path, entries: Iterable[TensorEntry], tensor: Callable[[str], Tensor], notes: Mapping[str, str] | None = None
-) -> None:
-    """Write a file. `tensor` is asked for one key after another; the file is safe on disk when this returns."""
+) -> str:
+    """Write a file. `tensor` is asked for one key after another; the file is safe on disk when this returns.
+
+    Returns the digest of what was meant to be written, whatever the disk makes of it (`digest_of_file`).
+    """
     # Wide elements first, as the format's own writer does: then each tensor begins at a multiple of its element's size.
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.key))
     header: dict[str, object] = {"__metadata__": dict(notes)} if notes else {}
@@ -88,10 +92,12 @@ def write_tensors(
         raise CheckpointError(
             f"{len(ordered):,} tensors are too many for one file", where=str(path), do="save from more processes"
         )
+    digest = hashlib.sha256()
     try:
         with path.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)))
-            file.write(text)
+            for part in (struct.pack("<Q", len(text)), text):
+                file.write(part)
+                digest.update(part)
             for entry in ordered:
                 value = tensor(entry.key).detach()
                 if (value.dtype, tuple(value.shape)) != (entry.dtype, entry.shape):
@@ -100,13 +106,22 @@ def write_tensors(
                         where=str(path),
                         do="do not change shapes or dtypes while a save is under way",
                     )
-                file.write(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                file.write(data)
+                digest.update(data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(
             f"the file cannot be written: {error.strerror or error}", where=str(path), do="see that the disk has room"
         ) from None
+    return digest.hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    """SHA-256 of what is on disk."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class TensorFile:

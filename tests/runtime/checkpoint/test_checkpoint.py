@@ -144,10 +144,10 @@ def saved_aside(folder: str) -> list[bool]:
     # Held back on one rank until the parameters have changed; the other one then waits for it in a collective.
     changed, original = threading.Event(), storage.write_tensors
 
-    def held_back(*args: Any) -> None:
+    def held_back(*args: Any) -> str:
         if dist.get_rank() == 1:
             changed.wait(60)
-        original(*args)
+        return original(*args)
 
     storage.write_tensors = held_back  # type: ignore[assignment]
     try:

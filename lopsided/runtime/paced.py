@@ -1,0 +1,129 @@
+"""The pace of every device, step by step, and shares that follow it.
+
+In: a parallel module that trains. Out: `Paced`, which notes how long this process computed in each step, looks at all
+processes' medians every `LOOK` steps, and takes other shares when the decision (`pace`) says so.
+
+What is noted costs two readings of a clock: the waits of a step are counted where they are posted for the watch anyway.
+A device computes while it does not wait; that holds for CPUs, where the process that waits does nothing else. Of a GPU
+the host does not see when it waits, so with GPUs nothing is noted, and shares are changed by hand only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lopsided.comm.world import waiting
+from lopsided.errors import InputError, LopsidedError, shown
+from lopsided.planner.plan_data import Plan
+from lopsided.planner.plan_file import parse_plan, plan_text
+from lopsided.runtime.agreement import from_first
+from lopsided.runtime.moving import bytes_to_move, check_movable, take_shares, with_shares
+from lopsided.runtime.pace import LOOK, Balancing, Pace, in_proportion
+
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
+
+_log = logging.getLogger("lopsided")
+
+_PROGRAMS_S = 2.0  # about what it takes to make programs and groups of a loader anew
+
+
+def check_replan(replan: str) -> None:
+    if replan not in ("auto", "off"):
+        raise InputError(f"replan is {shown(replan)}", where="parallelize", do='give "auto" or "off"')
+
+
+class Paced:
+    """Of one module. Made by all ranks at the same place."""
+
+    def __init__(self, pm: Parallel, side: dist.ProcessGroup | None) -> None:
+        self._pm, self._side = pm, side
+        self._steps: list[tuple[float, float]] = []  # seconds of a step, and of this process's part of it
+        self._began_s, self._waited_s = time.monotonic(), pm.watch.waited_s
+        self._decision = Balancing()
+        # The same on every rank: all devices are CPUs, and all processes have one.
+        world = pm.world
+        on_cpus = not any(one.is_gpu for one in world.told) and world.device.type == "cpu"
+        self.notes = on_cpus and world.size == len(world.ranks) > 1
+
+    def step_done(self) -> None:
+        """A step of training is over."""
+        if not self.notes:
+            return
+        now_s, waited_s = time.monotonic(), self._pm.watch.waited_s
+        step_s = now_s - self._began_s
+        self._steps.append((step_s, max(step_s - (waited_s - self._waited_s), 0.0)))
+        self._began_s, self._waited_s = now_s, waited_s
+        if len(self._steps) == LOOK:
+            self._look()
+            # What was sent and moved meanwhile belongs to no step.
+            self._began_s, self._waited_s = time.monotonic(), self._pm.watch.waited_s
+
+    def now(self) -> bool:
+        """Take the shares that the last steps ask for; whether there are any."""
+        if not self._steps or not self.notes:
+            return False
+        pace = self._heard()
+        return self._take(in_proportion(self._pm.shares.work, pace.own_s), pace)
+
+    def _heard(self) -> Pace:
+        """The medians of all processes, by their place in the group; equal everywhere."""
+        mine = [statistics.median(one[k] for one in self._steps) for k in (0, 1)]
+        self._steps = []
+        row = torch.tensor(mine, dtype=torch.float64)
+        heard = torch.empty(len(self._pm.world.ranks), 2, dtype=torch.float64)
+        with waiting("the pace of all devices"):
+            dist.all_gather(list(heard.unbind()), row, group=self._side)
+        return Pace(max(heard[:, 0].tolist()), tuple(heard[:, 1].tolist()))
+
+    def _look(self) -> None:
+        pace = self._heard()
+        self._decision.cost_s = _PROGRAMS_S + pace.step_s * 2
+        work = self._decision.look(self._pm.shares.work, pace)
+        if work is not None and not self._take(work, pace):
+            self._decision.refused()
+
+    def _take(self, work: tuple[float, ...], pace: Pace) -> bool:
+        pm = self._pm
+        # Shares are in the order of the ranks here, and in that of the devices in a plan.
+        by_device = dict(zip(pm.world.order, work, strict=True))
+        ordered = tuple(by_device[number] for number in range(len(work)))
+        found = from_first(lambda: self._made(ordered), self._side, pm.world.ranks[0])
+        if not json.loads(found):
+            return False
+        plan = parse_plan(json.loads(found))
+        before = pm.plan
+        took = bytes_to_move(pm, plan)
+        take_shares(pm, plan)
+        if pm.world.rank == pm.world.ranks[0]:
+            told = ", ".join(
+                f"{name} {old:.0%} → {new:.0%}"
+                for name, old, new in zip(plan.devices, before.shares.work, plan.shares.work, strict=True)
+                if abs(old - new) >= 0.005
+            )
+            slowest = max(pace.own_s)
+            _log.warning(
+                "shares follow the pace of the devices: %s (the slowest took %.3g s of a step; up to %.3g MB moved)",
+                told,
+                slowest,
+                took / 1e6,
+            )
+        return True
+
+    def _made(self, work: tuple[float, ...]) -> str:
+        """The plan with these shares; nothing, where it cannot be taken or is the same to the row."""
+        pm = self._pm
+        try:
+            plan: Plan = with_shares(pm.plan, work)
+            check_movable(pm, plan)
+        except LopsidedError as error:
+            _log.info("shares stay as they are: %s", error.what)
+            return json.dumps("")
+        return json.dumps(plan_text(plan))

@@ -1,0 +1,79 @@
+"""Ctrl-C ends every command at once, without a traceback, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lopsided import interrupts
+from lopsided.planner.plan_file import save_plan
+from tests.support.plans import plan_of
+
+STUBBORN = """
+import os, signal, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path(f"{os.getpid()}.started").touch()
+time.sleep(300)
+"""
+
+
+def interrupted(folder: Path, words: list[str], ready: Callable[[], bool]) -> tuple[int, str]:
+    """A command in a terminal of its own, interrupted when it is ready: its status, and what it said on stderr."""
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, "-m", "lopsided", *words]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment, start_new_session=True
+    ) as run:
+        until = time.monotonic() + 120
+        while not ready() and run.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        os.killpg(run.pid, signal.SIGINT)
+        said = run.communicate(timeout=60)[1]
+    assert list(temporary.iterdir()) == []
+    return run.returncode, said
+
+
+@pytest.mark.parametrize("after_s", [0.15, 0.5])
+def test_while_importing(after_s: float, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    told = interrupted(tmp_path, ["clusters"], lambda: time.monotonic() - begun > after_s)
+    # Before the first line of this library runs, the interpreter itself is being started.
+    assert told == (130, "interrupted\n") or (after_s < 0.5 and told[0] in (130, -signal.SIGINT))
+
+
+def test_a_run_ends_with_scripts_that_would_go_on(tmp_path: Path) -> None:
+    save_plan(plan_of(), tmp_path / "plan.json")
+    (tmp_path / "train.py").write_text(STUBBORN)
+    started = lambda: list(tmp_path.glob("*.started"))  # noqa: E731
+    status, said = interrupted(tmp_path, ["run", "plan.json", "train.py"], lambda: len(started()) == 3)
+    assert status == 130
+    assert "interrupted" in said
+    assert "Traceback" not in said
+    for mark in started():
+        assert not interrupts._lives(int(mark.stem))
+
+
+def test_a_library_is_nobodys_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {
+        ("python", "-m", "lopsided", "plan"): True,
+        ("python", "-m", "torch.distributed.run", "-m", "lopsided", "train"): False,
+        ("python", "-X", "dev", "-m", "lopsided"): True,
+    }
+    for line, wanted in words.items():
+        monkeypatch.setattr(sys, "orig_argv", list(line))
+        assert interrupts.is_command() == wanted
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/usr/bin/lopsided", "plan"])
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/lopsided", "plan"])
+    assert interrupts.is_command()
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert not interrupts.is_command()
