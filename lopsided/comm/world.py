@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from lopsided.comm.rank_mapping import RankInfo, find_seats
 from lopsided.errors import LopsidedError, WorldError
@@ -104,7 +105,7 @@ def begin(device: torch.device | None = None, *, timeout_s: float | None = None)
     # Both, where there may be both: which is used among the devices is known when all have told what they are.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
         # The store of torchrun's agent outlives those that it started before, and has the addresses they had.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(

@@ -129,16 +129,22 @@ class ShardedLoader:
 
     def _followed(self) -> Iterator[tuple[Any, int]]:
         """The batches of this epoch that are left; when shares change on the way, those that are left then, anew."""
+        self._follow()
         while True:
-            if self._planned is not self._pm.plan:
-                self._planned, self._rows = self._pm.plan, self._rows_now(tells=False)
-                self._source = self._source.by_rows(self._rows)
             for found in self._source.open(_mixed(self.seed, self.epoch), skip=self.batches):
                 yield found
-                if self._planned is not self._pm.plan and self._source.opens_anew:
+                if self._follow() and self._source.opens_anew:
                     break
             else:
                 return
+
+    def _follow(self) -> bool:
+        """Take the rows of another plan, if there is one now."""
+        if self._planned is self._pm.plan:
+            return False
+        self._planned, self._rows = self._pm.plan, self._rows_now(tells=False)
+        self._source = self._source.by_rows(self._rows)
+        return True
 
     def state_dict(self) -> dict[str, int]:
         """Where it is, the same on every process."""
