@@ -86,7 +86,7 @@ class ShardedLoader:
         self._loader, self._pm, self._besides = loader, pm, besides
         self._tell, self._padding = pm.handed_out, padding
         self.handed_out = HandedOut()  # the last batch
-        self._planned = pm.plan
+        self._planned = pm.shares
         self._rows = self._rows_now(tells=pm.world.rank == 0)
         self._source: _Indexed | _Streamed
         if isinstance(loader, DataLoader) and loader.batch_sampler is not None and _by_index(loader):
@@ -140,9 +140,9 @@ class ShardedLoader:
 
     def _follow(self) -> bool:
         """Take the rows of another plan, if there is one now."""
-        if self._planned is self._pm.plan:
+        if self._planned is self._pm.shares:
             return False
-        self._planned, self._rows = self._pm.plan, self._rows_now(tells=False)
+        self._planned, self._rows = self._pm.shares, self._rows_now(tells=False)
         self._source = self._source.by_rows(self._rows)
         return True
 
