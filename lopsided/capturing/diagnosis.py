@@ -23,6 +23,18 @@ from lopsided.ir.graph import Source
 # What to change, by a word in the exception that export raised.
 _ADVICE = (
     (
+        ("specialized integer",),
+        "Python needs a number that only the data has (int(), float(), len() or range() of what a tensor says)",
+        "keep it a tensor: x / mask.sum() divides by a tensor as by a number, rows.shape[0] counts rows that a mask "
+        "selects, and .item() of a tensor may be computed with",
+    ),
+    (
+        ("Could not guard on data-dependent",),
+        "a branch in Python (if, while, and, or) depends on a tensor's values",
+        "compute both sides and choose by torch.where(condition, a, b); where the branch asks whether a mask selects "
+        "any row, leave it out: x[mask].sum() / mask.sum().clamp(min=1) is zero where it selects none",
+    ),
+    (
         ("DataDependent", "data-dependent", "GuardOnDataDependent", "unbacked", "DynamicOutputShape"),
         "the model decides something in Python by looking at a tensor's values",
         "use torch.where or masks in place of the branch or the data-sized tensor, or switch the feature off"
