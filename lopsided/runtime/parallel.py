@@ -75,6 +75,7 @@ from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.programs import CallProgram, Programs
 from lopsided.runtime.progress import Announcer, about_plan, shown
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
+from lopsided.runtime.whole_model import save_whole
 from lopsided.schedule.lower import lower
 
 _COMPARED = "compared"
@@ -248,6 +249,11 @@ class Parallel(nn.Module):
         else:
             super().__setattr__(name, value)
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether the model or `loss_fn` makes the loss; if not, the script does, of outputs."""
+        return self._captured.has_loss
+
     def train(self, mode: bool = True) -> Parallel:
         self._model[0].training = mode
         return super().train(mode)
@@ -288,10 +294,11 @@ class Parallel(nn.Module):
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
         self._adopted = Adopted(self, pieces, model)
+        save_whole(model, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
         """The same pieces with values of their own, on the same processes: for averages of weights. All ranks copy."""
-        made = Parallel.__new__(Parallel)
+        made = type(self).__new__(type(self))
         nn.Module.__init__(made)
         made.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in made.__dict__}
         made._copied_from = (self,)  # which keeps watch for both
