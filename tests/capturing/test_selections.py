@@ -238,7 +238,7 @@ def _flipped_rewritten(m: Any, x: Tensor, y: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("forward", "rewritten", "do"),
     [
-        (_float, _float_rewritten, "divides by a tensor"),
+        (_float, _float_rewritten, "divides as by a number"),
         (_len, _len_rewritten, "rows.shape[0]"),
         (_branch, _branch_rewritten, "mask.sum().clamp(min=1)"),
         (_dropout, _dropout_rewritten, "before the mask selects"),
