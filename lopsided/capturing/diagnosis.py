@@ -39,7 +39,7 @@ _ASKED_BY = (
         ("",),
         "the model branches in Python on a tensor's values",
         "compute both ways and choose with torch.where(condition, this, that); leave out a branch that asks whether a"
-        " mask selects any row (x[mask].sum() / mask.sum().clamp(min=1) is zero where it selects none); or switch the branch"
+        " mask selects any row (x[mask].sum() / mask.sum().clamp(min=1) is zero where it selects none); or switch it"
         " off in the model's configuration",
     ),
 )
