@@ -65,8 +65,7 @@ class Writer:
 
     def args(self, node: fx.Node) -> dict[str, Any]:
         """All arguments by name, defaults filled in, and what nodes became in place of them."""
-        assert isinstance(node.target, OpOverload)
-        return {a.name: self.became(given(node, k)) for k, a in enumerate(node.target._schema.arguments)}
+        return {a.name: self.became(given(node, k)) for k, a in enumerate(op_of(node)._schema.arguments)}
 
     def became(self, arg: Any) -> Any:
         if isinstance(arg, fx.Node):
@@ -75,24 +74,27 @@ class Writer:
 
     def again(self, node: fx.Node, /, **changed: Any) -> fx.Node:
         """The call on whole values, with some arguments changed."""
-        assert isinstance(node.target, OpOverload)
         args = {name: full_of(value) for name, value in (self.args(node) | changed).items()}
-        schema = node.target._schema.arguments
+        schema = op_of(node)._schema.arguments
         plain = [args[a.name] for a in schema if not a.kwarg_only]
         named = {a.name: args[a.name] for a in schema if a.kwarg_only and args[a.name] is not None}
-        return self.emit.call(node.target, *plain, **named)
+        return self.emit.call(op_of(node), *plain, **named)
 
     # Masks
 
     def mask(self, rows: Rows, dims: Sequence[int] | None = None) -> fx.Node:
         """Which elements count, as a mask that broadcasts over `rows.full`."""
-        rank, found = rows.value.dim(), None
-        for d in rows.counts if dims is None else dims:
-            vector = rows.counts[d]
-            shape = [-1 if k == d else 1 for k in range(rank)]
-            one = vector if rank == 1 else self.emit.once(aten.reshape.default, vector, shape)
-            found = one if found is None else self.emit.once(aten.logical_and.default, found, one)
-        assert found is not None
+        rank = rows.value.dim()
+
+        def along(dim: int) -> fx.Node:
+            shape = [-1 if k == dim else 1 for k in range(rank)]
+            vector = rows.counts[dim]
+            return vector if rank == 1 else self.emit.once(aten.reshape.default, vector, shape)
+
+        first, *rest = rows.counts if dims is None else dims
+        found = along(first)
+        for dim in rest:
+            found = self.emit.once(aten.logical_and.default, found, along(dim))
         return found
 
     def filled(self, rows: Rows, number: float, dims: Sequence[int] | None = None) -> fx.Node:
@@ -173,8 +175,7 @@ class Writer:
 
     def with_numbers(self, node: fx.Node) -> fx.Node:
         """The call with tensors in place of numbers that the model read from tensors."""
-        target, args = node.target, self.args(node)
-        assert isinstance(target, OpOverload)
+        target, args = op_of(node), self.args(node)
         schema = target._schema
         numbers = [a.name for k, a in enumerate(schema.arguments) if self.is_number(given(node, k))]
         like = next((a for n, a in args.items() if n not in numbers and isinstance(a, fx.Node | Rows)), None)
@@ -203,8 +204,13 @@ class Writer:
         return isinstance(arg, fx.Node) and isinstance(self.known.get(arg), fx.Node)
 
 
+def op_of(node: fx.Node) -> OpOverload:
+    if not isinstance(node.target, OpOverload):
+        raise NotFixed(f"{node.target} is no op")
+    return node.target
+
+
 def given(node: fx.Node, k: int) -> Any:
     """Argument `k` of a call, or its default."""
-    assert isinstance(node.target, OpOverload)
-    argument = node.target._schema.arguments[k]
+    argument = op_of(node)._schema.arguments[k]
     return node.args[k] if k < len(node.args) else node.kwargs.get(argument.name, argument.default_value)

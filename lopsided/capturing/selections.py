@@ -154,8 +154,9 @@ class _Rewriting:
         self.refused[node] = refused
 
     def outputs(self, node: fx.Node) -> tuple[int, ...]:
-        given = node.args[0]
-        assert isinstance(given, tuple | list)
+        (given,) = node.args
+        if not isinstance(given, tuple | list):
+            return ()
         left_out = [k for k, n in enumerate(given) if isinstance(n, fx.Node) and n in self.write.known]
         if 0 in left_out and isinstance(given[0], fx.Node):
             raise _refusal(given[0], "the loss is rows that a mask selects")
