@@ -21,11 +21,11 @@ from typing import NoReturn
 
 from lopsided import interrupts
 from lopsided.cluster.cluster import Cluster
-from lopsided.errors import InputError, RankError, shown
+from lopsided.errors import InputError, shown
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.agreement import PLAN_VARIABLE
 
-MODULE = "torch.distributed.run"
+MODULE = "lopsided.runtime.torchrun"
 
 RESTARTS = 100
 """How often an elastic run is started again, unless torchrun is told otherwise."""
@@ -115,35 +115,20 @@ def _be_agent(words: Sequence[str]) -> NoReturn:
     folder = tempfile.mkdtemp(prefix="lopsided-")
     interrupts.folders.add(folder)
     tempfile.tempdir = folder
+    # Takes a second: only a command that runs something needs it.
+    from lopsided.runtime import torchrun
+
     try:
-        run_torchrun([*_left_to_us(), *words])
+        status = torchrun.main([*_left_to_us(), *words])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    sys.exit(0)
+    sys.exit(status)
 
 
 def _left_to_us() -> list[str]:
     """All signals but that of Ctrl-C are the agent's."""
     option = "--signals-to-handle"
     return [option, "SIGTERM,SIGHUP,SIGQUIT"] if option in torchrun_options() else []
-
-
-def run_torchrun(words: list[str]) -> None:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
-
-    try:
-        main(words)
-    except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        raise RankError(
-            f"rank {rank} failed first, with exit code {first.exitcode}",
-            where=f"process {first.pid} of the run",
-            do="see what it said above; the others were ended",
-        ) from None
-    except SignalException as error:
-        sys.exit(128 + int(error.sigval))
 
 
 def _check_script(script: str) -> None:

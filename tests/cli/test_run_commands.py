@@ -102,7 +102,7 @@ def test_everything_behind_the_script_is_the_scripts(here: Path) -> None:
 
 def test_the_command_is_the_agent_of_the_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[list[str]] = []
-    monkeypatch.setattr("lopsided.runtime.launch.run_torchrun", became.append)
+    monkeypatch.setattr("lopsided.runtime.torchrun.main", lambda words: became.append(words) or 0)
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("LOPSIDED_PLAN", "another")
     assert lopsided("run", "one.json", "train.py", "a b").exit_code == 0
