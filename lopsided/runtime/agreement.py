@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -33,8 +32,6 @@ from lopsided.profiling.op_times import forward_flops, measure_speeds
 from lopsided.profiling.profile import measure_once
 from lopsided.runtime.differences import differences
 from lopsided.runtime.progress import Announcer
-
-_log = logging.getLogger("lopsided")
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""

@@ -34,7 +34,7 @@ _KEPT = 0.5  # of a promise, to be believed again
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PaceSeen:
     """What a look saw of a step, on every device: the whole of it, and for how long each computed."""
 
     step_s: float
@@ -72,7 +72,7 @@ class Balancing:
     _least: float = LEAST_GAIN
     _promised: tuple[float, float] | None = field(default=None)  # the step that was, and what was to be gained
 
-    def look(self, shares: Sequence[float], pace: Pace) -> tuple[float, ...] | None:
+    def look(self, shares: Sequence[float], pace: PaceSeen) -> tuple[float, ...] | None:
         """Other shares, if they are worth it."""
         if self._cools:
             self._cools -= 1
@@ -93,7 +93,7 @@ class Balancing:
         self._promised = None
         self._least = min(2 * self._least, 1.0)
 
-    def _judge(self, pace: Pace) -> None:
+    def _judge(self, pace: PaceSeen) -> None:
         """Was the last promise kept?"""
         if self._promised is None:
             return

@@ -25,7 +25,7 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.runtime.agreement import from_first
 from lopsided.runtime.moving import bytes_to_move, check_movable, take_shares, with_shares
-from lopsided.runtime.pace import LOOK, Balancing, Pace, in_proportion
+from lopsided.runtime.pace import LOOK, Balancing, PaceSeen, in_proportion
 
 if TYPE_CHECKING:
     from lopsided.runtime.parallel import Parallel
@@ -73,7 +73,7 @@ class Paced:
         pace = self._heard()
         return self._take(in_proportion(self._pm.shares.work, pace.own_s), pace)
 
-    def _heard(self) -> Pace:
+    def _heard(self) -> PaceSeen:
         """The medians of all processes, by their place in the group; equal everywhere."""
         mine = [statistics.median(one[k] for one in self._steps) for k in (0, 1)]
         self._steps = []
@@ -81,7 +81,7 @@ class Paced:
         heard = torch.empty(len(self._pm.world.ranks), 2, dtype=torch.float64)
         with waiting("the pace of all devices"):
             dist.all_gather(list(heard.unbind()), row, group=self._side)
-        return Pace(max(heard[:, 0].tolist()), tuple(heard[:, 1].tolist()))
+        return PaceSeen(max(heard[:, 0].tolist()), tuple(heard[:, 1].tolist()))
 
     def _look(self) -> None:
         pace = self._heard()
@@ -90,7 +90,7 @@ class Paced:
         if work is not None and not self._take(work, pace):
             self._decision.refused()
 
-    def _take(self, work: tuple[float, ...], pace: Pace) -> bool:
+    def _take(self, work: tuple[float, ...], pace: PaceSeen) -> bool:
         pm = self._pm
         # Shares are in the order of the ranks here, and in that of the devices in a plan.
         by_device = dict(zip(pm.world.order, work, strict=True))

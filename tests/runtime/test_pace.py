@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lopsided.runtime.pace import LOOK, Balancing, Pace, gain_s, in_proportion
+from lopsided.runtime.pace import LOOK, Balancing, PaceSeen, gain_s, in_proportion
 
 SPEEDS = (3.0, 2.0, 1.0)
 Story = Callable[[int], tuple[float, ...]]  # the speeds of the devices, by look
@@ -24,7 +24,7 @@ def told(story: Story, looks: int, noise: float, seed: int = 0) -> Iterator[tupl
             return max(steps[LOOK // 2], 1e-6)
 
         own_s = tuple(map(took, shares, speeds))
-        found = decision.look(shares, Pace(max(own_s), own_s))
+        found = decision.look(shares, PaceSeen(max(own_s), own_s))
         if found is not None:
             shares = found
             yield look, shares, max(w / s for w, s in zip(shares, speeds, strict=True)) * sum(speeds)
@@ -55,7 +55,7 @@ def test_it_does_not_go_to_and_fro(period: int) -> None:
 
 def test_what_costs_more_than_it_gains_is_left() -> None:
     decision = Balancing(cost_s=1e6)
-    slow = Pace(0.3, (0.3, 0.1, 0.1))
+    slow = PaceSeen(0.3, (0.3, 0.1, 0.1))
     assert [decision.look((0.5, 0.25, 0.25), slow) for _ in range(5)] == [None] * 5
 
 
@@ -63,7 +63,7 @@ def test_a_promise_that_was_not_kept_is_believed_less() -> None:
     """The device is slow whatever its share: what it does is not work that can be shared."""
     decision, shares, changed = Balancing(cost_s=0.01), (0.5, 0.5), 0
     for _ in range(200):
-        found = decision.look(shares, Pace(0.3, (0.3, 0.1)))
+        found = decision.look(shares, PaceSeen(0.3, (0.3, 0.1)))
         changed, shares = changed + (found is not None), found or shares
     assert changed <= 4
 
