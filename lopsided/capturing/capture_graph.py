@@ -275,6 +275,6 @@ def _export(wrapped: _Step, tensors: tuple[Tensor, ...]) -> ExportedProgram:
     try:
         exported = export_flat(wrapped, tensors)
     except Exception as error:
-        raise explain(wrapped.model, error) from error
+        raise explain(wrapped.model, error, lambda: wrapped(*tensors)) from error
     refuse_calls(exported)
     return exported

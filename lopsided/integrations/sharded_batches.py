@@ -8,11 +8,12 @@ train on the first, so the loader's last batch is not always the one that the mo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from torch import Tensor
@@ -42,8 +43,8 @@ def fed_batch(batch: Any) -> FedBatch | None:
 class _Batches(IterableDataset[Any]):
     """The batches of an epoch, as a dataset: what `accelerate` can make another loader of to skip some."""
 
-    def __init__(self, sharded: ShardedLoader, samples: object) -> None:
-        self.sharded, self._samples = sharded, samples
+    def __init__(self, sharded: ShardedLoader, samples: object, device: torch.device | None) -> None:
+        self.sharded, self._samples, self._device = sharded, samples, device
         self.skipped = 0
 
     def __len__(self) -> int:
@@ -58,16 +59,16 @@ class _Batches(IterableDataset[Any]):
         self.skipped = 0
         for batch in self.sharded:
             fed = FedBatch(self.sharded.handed_out, self.sharded.is_cut)
-            yield pytree.tree_map_only(Tensor, partial(_noted, fed), _plain(batch))
+            yield pytree.tree_map_only(Tensor, partial(_noted, fed, self._device), _plain(batch))
 
 
 def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _noted(fed: FedBatch, tensor: Tensor) -> Tensor:
+def _noted(fed: FedBatch, device: torch.device | None, tensor: Tensor) -> Tensor:
     """Another tensor object: batches without rows are made of the same ones again and again."""
-    made = tensor.view_as(tensor)
+    made = tensor.to(device).view_as(tensor) if device is not None else tensor.view_as(tensor)
     vars(made)[_FED] = fed
     return made
 
@@ -77,31 +78,48 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class ShardedBatches(DataLoader[Any], DataLoaderStateMixin):  # type: ignore[misc]
-    """This process's rows of the batches of `loader`, which makes global ones."""
+    """This process's rows of the batches of `loader`, which makes global ones; on `device`, if that is given."""
 
-    def __init__(self, sharded: ShardedLoader, loader: DataLoader[Any]) -> None:
-        self._batches = _Batches(sharded, loader.dataset)
+    def __init__(
+        self,
+        sharded: ShardedLoader,
+        loader: DataLoader[Any],
+        tell: Callable[[HandedOut], None],
+        *,
+        device: torch.device | None = None,
+        skip: int = 0,
+    ) -> None:
+        self._batches = _Batches(sharded, loader.dataset, device)
         super().__init__(self._batches, batch_size=None, collate_fn=_as_it_is)
-        self._whole = loader
+        self._whole, self._tell, self._device, self._skip = loader, tell, device, skip
         self.gradient_state = GradientState()
+        self.iteration = 0  # which epoch comes next
 
     def __len__(self) -> int:
-        return len(self._batches.sharded)
+        return len(self._batches.sharded) - self._skip
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.begin()
+        self.set_epoch(self.iteration)
+        if self._skip:
+            self._go_to(self.iteration, self._skip)
         try:
             # One ahead, to know which is the last.
             ahead, behind = itertools.tee(super().__iter__())
             next(ahead, None)
             for batch in behind:
                 self.end_of_dataloader = next(ahead, ahead) is ahead
+                fed = fed_batch(batch)
+                self._tell(fed.handed_out if fed is not None else HandedOut())
                 yield batch
+            self.iteration += 1
         finally:
+            self._tell(HandedOut())
             self.end()
 
     def set_epoch(self, epoch: int) -> None:
         """As `accelerate` does: the samplers and the dataset are told."""
+        self.iteration = epoch
         sampler: Any = self._whole.batch_sampler
         for told in (sampler, getattr(sampler, "sampler", None), self._whole.dataset):
             if (set_epoch := getattr(told, "set_epoch", None)) is not None:
@@ -110,6 +128,15 @@ class ShardedBatches(DataLoader[Any], DataLoaderStateMixin):  # type: ignore[mis
     def start(self, epoch: int, skip: int = 0) -> None:
         """The next iteration is this epoch, whose first `skip` batches will be skipped."""
         self.set_epoch(epoch)
-        sharded = self._batches.sharded
-        sharded.load_state_dict({"epoch": epoch, "batches": skip, "seed": sharded.seed})
+        self._go_to(epoch, skip)
         self._batches.skipped = skip
+
+    def without_first(self, count: int) -> ShardedBatches:
+        """A loader that begins behind so many batches."""
+        made = ShardedBatches(self._batches.sharded, self._whole, self._tell, device=self._device, skip=count)
+        made.iteration = self.iteration
+        return made
+
+    def _go_to(self, epoch: int, batches: int) -> None:
+        sharded = self._batches.sharded
+        sharded.load_state_dict({"epoch": epoch, "batches": batches, "seed": sharded.seed})

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import copy
 import json
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -32,13 +30,14 @@ from accelerate.utils import find_batch_size
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lopsided.capturing.call import take_apart
 from lopsided.cluster.cluster import Cluster
 from lopsided.errors import CheckpointError, InputError
-from lopsided.integrations.accelerator import UnequalAccelerator
+from lopsided.integrations.accelerate import UnequalAccelerator
+from lopsided.integrations.preparing import first_batch, planned_optimizer, random_numbers_untouched
 from lopsided.integrations.sharded_batches import FedBatch, ShardedBatches, fed_batch
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.batches import shard
@@ -48,7 +47,6 @@ from lopsided.runtime.checkpoint.state import load_full_state_dict
 from lopsided.runtime.outputs import gather
 from lopsided.runtime.parallel import Parallel, parallelize
 from lopsided.runtime.whole_model import whole
-from lopsided.schedule.cost import OPTIMIZERS
 
 _ITEMS = "num_items_in_batch"
 _STATE = "lopsided"  # the folder in a checkpoint of the Trainer's with the optimizer's state
@@ -123,10 +121,10 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
         if self.parallel_model is None or self.parallel_model.module is not self.model:
             how = dict(self._how)
             batch = how.pop("batch", None)
-            with _random_numbers_untouched(), self.autocast_smart_context_manager():
+            with random_numbers_untouched(), self.autocast_smart_context_manager():
                 self.model.train()
-                example = self._as_called(batch if batch is not None else _first_batch(loader))
-                optimizer = _planned_optimizer(str(self.args.optim))
+                example = self._as_called(batch if batch is not None else first_batch(loader))
+                optimizer = planned_optimizer(str(self.args.optim))
                 # There is one CPU, which accelerate numbers and tensors do not.
                 device = self.args.device if self.args.device.type != "cpu" else "cpu"
                 options = {"device": device, "seed": self.args.seed, "optimizer": optimizer} | how
@@ -173,7 +171,7 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
         rows = batch_size * self.args.world_size
         loader = super()._get_dataloader(dataset, description, rows, sampler_fn, is_training, dataloader_key)
         pm = self._parallelized(loader)
-        return ShardedBatches(shard(loader, pm, pad=self._pad, besides=[_ITEMS]), loader)
+        return ShardedBatches(shard(loader, pm, pad=self._pad, besides=[_ITEMS]), loader, pm.handed_out)
 
     def _run_epoch(self, **given: Any) -> None:
         epoch, skip = given["epoch"], given["steps_trained_in_current_epoch"]
@@ -323,30 +321,3 @@ def _weights_in(folder: Path) -> Mapping[str, Tensor] | Path:
         return folder / SAFE_WEIGHTS_NAME
     names: Sequence[str] = sorted({*json.loads(index.read_text())["weight_map"].values()})
     return {key: value for name in names for key, value in load_file(folder / Path(name).name).items()}
-
-
-def _planned_optimizer(name: str) -> str:
-    """The optimizer of the planner's that keeps what this one of the Trainer's keeps: `adamw_torch_fused` is AdamW."""
-    first = name.rpartition(".")[2].lower().split("_")[0]
-    return first if first in OPTIMIZERS else "adamw"
-
-
-def _first_batch(loader: DataLoader[Any]) -> Any:
-    """An example of what the loader makes. Only its shapes matter."""
-    dataset: Any = loader.dataset
-    if isinstance(dataset, IterableDataset) or loader.batch_sampler is None:
-        return next(iter(loader))
-    indices = range(min(len(dataset), getattr(loader.batch_sampler, "batch_size", 1)))
-    return loader.collate_fn([dataset[k] for k in indices])
-
-
-@contextmanager
-def _random_numbers_untouched() -> Iterator[None]:
-    """What is drawn in here does not change what is drawn afterwards."""
-    python, arrays, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
-        torch.set_rng_state(tensors)

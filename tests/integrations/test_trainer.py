@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,6 @@ SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
 NONE_FOR_ONE = Shares((0.6, 0.0, 0.4), named=(("state", (0.3, 0.3, 0.4)),))
 BATCH = 12  # of all processes together
 COMPARED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_items", "train_loss", "epoch")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[WorkerPool]:
-    """A process of its own: what accelerate finds out about its surroundings it keeps for ever."""
-    with WorkerPool(1) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[WorkerPool]:
-    with WorkerPool(3) as pool:
-        yield pool
 
 
 def samples(count: int) -> list[dict[str, torch.Tensor]]:
