@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lopsided.ir.graph import Graph, Node, reruns
+from lopsided.ir.graph import Graph, reruns
 from lopsided.ir.program import Program, Step
 from lopsided.planner.candidates import Candidate
 from lopsided.schedule.cost import Costs, Cut, Scale
@@ -158,7 +158,7 @@ class Recomputation:
     def _rerun(self, block: int, levels: Mapping[int, Level]) -> Rerun:
         level = max(levels.values(), key=LEVELS.index)
         every = block in self.sending or len(levels) == len(self.kinds)
-        return _region(self.program, self.blocks[block], level, () if every else tuple(sorted(levels)))
+        return _region(self.program.graph, self.blocks[block], level, () if every else tuple(sorted(levels)))
 
     def everything(self) -> Iterator[tuple[Rerun, ...]]:
         """All blocks, whole, on all kinds: one by one, and several in one, which take less from outside."""
@@ -169,12 +169,17 @@ class Recomputation:
                     spans[-1] = (spans[-1][0], stop)
                 else:
                     spans.append((start, stop))
-            yield tuple(_region(self.program, span, "whole") for span in spans)
+            yield everything(self.program.graph, spans)
 
 
-def _region(program: Program, span: Span, level: Level, kinds: tuple[int, ...] = ()) -> Rerun:
-    nodes: list[Node] = [step.node for step in program.steps[slice(*span)]]
-    return Rerun(nodes[0].name, nodes[-1].name, level, kinds)
+def everything(graph: Graph, blocks: Sequence[Span]) -> tuple[Rerun, ...]:
+    """All blocks, whole, on all kinds."""
+    return tuple(_region(graph, span, "whole") for span in blocks)
+
+
+def _region(graph: Graph, span: Span, level: Level, kinds: tuple[int, ...] = ()) -> Rerun:
+    start, stop = span
+    return Rerun(graph.nodes[start].name, graph.nodes[stop - 1].name, level, kinds)
 
 
 def on_every_kind(candidate: Candidate) -> tuple[Rerun, ...]:
