@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lopsided.ir.graph import Graph, reruns
-from lopsided.ir.program import Program, Step
+from lopsided.ir.program import Step
 from lopsided.planner.candidates import Candidate
 from lopsided.schedule.cost import Costs, Cut, Scale
 from lopsided.schedule.flops import is_product
