@@ -72,6 +72,7 @@ Predict = Callable[
 ]
 
 _BucketBytes = Annotated[int, Key(least=1, most=BUCKET_BYTES)]
+_Reruns = Annotated[tuple[Line, ...], Key(rare=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class _PredictionOf:
     optimizer: Line
     regather: bool
     bucket_bytes: _BucketBytes = BUCKET_BYTES
-    reruns: tuple[Line, ...] = ()
+    reruns: _Reruns = ()
     figures: Line
     comparisons: Line
 
@@ -115,7 +116,7 @@ class _PlanFile:
     regather: bool
     # Plans that do not say so send as much at a time as everyone did then.
     bucket_bytes: _BucketBytes = BUCKET_BYTES
-    reruns: tuple[Line, ...] = ()  # FIRST..LAST:LEVEL, and :KIND+KIND where not all kinds do
+    reruns: _Reruns = ()  # FIRST..LAST:LEVEL, and :KIND+KIND where not all kinds do
     notes: tuple[Line, ...]
     breakdown: Breakdown
     baselines: tuple[Baseline, ...]
