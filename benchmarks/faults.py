@@ -1,0 +1,315 @@
+"""Processes are killed at random, and runs go on. Writes results/faults.json.
+
+python benchmarks/faults.py [--kills 20] [--soak 600] [--seed 0]
+
+A run of two processes trains a small model by a plan for three devices, with a checkpoint every second step. One of its
+processes, chosen at random, is killed at a random moment: while it starts, plans, trains, saves or loads. When all have
+ended, the run goes on in a world of as many processes, one fewer, or one more. Told are
+
+    went_on            runs that came to their last step
+    same_losses        of these, those whose losses are one device's (1e-5 in float32)
+    checkpoints_lost   runs that went on from an earlier step than the last checkpoint that was complete
+    orphans            processes that lived longer than `ENDS_S` after one of them was killed
+    ended_s, next_step_s   medians from the death to the end of all others, and to the next step of the new world
+
+With `--soak`, two processes then train so many steps, with checkpoints, evaluation and other shares now and then, and
+memory, descriptors and threads after a sixth of them are compared with those at the end.
+
+Processes are forked from this one, which has imported everything: what it takes to start an interpreter is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+from torch.utils.data import DataLoader
+
+import lopsided
+from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster, Kind, Link
+from lopsided.models.by_name import load
+from lopsided.planner.plan_file import load_plan, save_plan
+from lopsided.planner.planner import plan_graph
+from lopsided.runtime.agreement import ELASTIC_VARIABLE
+from lopsided.runtime.checkpoint.folder import steps_in
+from lopsided.runtime.moving import with_shares
+
+SPEC = "mlp:layers=2,width=12,classes=5,batch=8"
+STEPS, STEP_S = 24, 0.05
+ENDS_S, MOST_S = 40.0, 120.0
+WORLD = 2
+
+
+def cluster() -> Cluster:
+    """Three devices so slow, and so well connected, that all are needed."""
+    kinds = tuple(
+        Kind(f"cpu-{k}", "box", 1, 1, (("f32", speed), ("f64", speed)), 1e10, 2**34, 1e-9)
+        for k, speed in enumerate((4e6, 8e6, 6e6))
+    )
+    return Cluster("three", "", kinds, within=Link(1e-7, 1e12), between=Link(1e-7, 1e12))
+
+
+def data() -> list[tuple[torch.Tensor, ...]]:
+    made = torch.Generator().manual_seed(4)
+    return [(torch.randn(12, generator=made), torch.randint(0, 5, (), generator=made)) for _ in range(8 * 10)]
+
+
+def named(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(zip(load(SPEC)[1], batch, strict=True))
+
+
+def alone() -> list[float]:
+    torch.manual_seed(0)
+    model, losses = load(SPEC)[0], list[float]()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    while len(losses) < STEPS:
+        for batch in DataLoader(data(), batch_size=8):  # type: ignore[arg-type]
+            loss = model(**named(batch))
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+    return losses[:STEPS]
+
+
+def train(folder: Path, attempt: str) -> None:
+    torch.manual_seed(0)
+    model, batch = load(SPEC)
+    pm = lopsided.parallelize(model, batch, plan=folder / "plan.json", timeout_s=30, measure_s=1.0, quiet=True)
+    opt = torch.optim.AdamW(pm.parameters(), lr=1e-2)
+    batches = lopsided.shard(DataLoader(data(), batch_size=8), pm)  # type: ignore[arg-type]
+    kept = lopsided.Checkpoints(pm, opt, folder / "run", every=2, loader=batches)
+    began = kept.resume()
+    with (folder / f"{attempt}-{pm.world.rank}.txt").open("w") as told:
+        told.write(f"{began}\n")
+        told.flush()
+        while pm.steps_done < STEPS:
+            for part in batches:
+                loss = pm(**named(part))
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                told.write(f"{pm.steps_done} {loss.item()!r} {time.time()}\n")
+                told.flush()
+                kept.step()
+                time.sleep(STEP_S)
+                if pm.steps_done == STEPS:
+                    break
+    kept.close()
+
+
+def started(size: int, job: Callable[[], None], said: Path) -> dict[int, int]:
+    """Ranks by their processes, forked from this one; they end as a script does, with its exception hook."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    processes = {}
+    for rank in range(size):
+        process = os.fork()
+        if process == 0:
+            os.environ |= {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", ELASTIC_VARIABLE: "1",
+            }  # fmt: skip
+            out = os.open(said.with_suffix(f".{rank}"), os.O_WRONLY | os.O_CREAT)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            code = 0
+            try:
+                job()
+            except BaseException:
+                code = 1
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            for thread in threading.enumerate():  # a save under way
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join(ENDS_S)
+            os._exit(code)
+        processes[process] = rank
+    return processes
+
+
+def ended(processes: dict[int, int], most_s: float) -> dict[int, int]:
+    """The exit codes, by rank, of those that end in time; the others are killed and missing."""
+    codes, until = {}, time.monotonic() + most_s
+    left = dict(processes)
+    while left and time.monotonic() < until:
+        for process in [*left]:
+            found, status = os.waitpid(process, os.WNOHANG)
+            if found:
+                codes[left.pop(process)] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    return codes
+
+
+def steps_of(folder: Path, attempt: str) -> tuple[int | None, dict[int, float], float]:
+    """From where a world went on, its losses by step, and when its first step was done."""
+    for path in sorted(folder.glob(f"{attempt}-*.txt")):
+        first, *lines = path.read_text().splitlines() or [""]
+        rows = [line.split() for line in lines if len(line.split()) == 3]
+        if rows:
+            return int(first), {int(step) - 1: float(loss) for step, loss, _ in rows}, float(rows[0][2])
+    return None, {}, 0.0
+
+
+def one_kill(wanted: list[float], plan: str, dice: random.Random, change: int, typical_s: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="lopsided-faults-") as name:
+        folder = Path(name)
+        (folder / "plan.json").write_text(plan)
+        processes = started(WORLD, lambda: train(folder, "a"), folder / "a")
+        victim, after_s = dice.choice([*processes]), dice.uniform(0, typical_s)
+        time.sleep(after_s)
+        os.kill(victim, signal.SIGKILL)
+        died_s = time.time()
+        codes = ended(processes, ENDS_S)
+        ended_s, complete = time.time() - died_s, steps_in(folder / "run")
+        again = started(WORLD + change, lambda: train(folder, "b"), folder / "b")
+        codes_again = ended(again, MOST_S)
+        _, before, _ = steps_of(folder, "a")
+        began, after, first_s = steps_of(folder, "b")
+        losses = before | after
+        went_on = len(codes_again) == len(again) and not any(codes_again.values())
+        same = went_on and all(
+            abs(losses.get(k, float("inf")) - loss) <= 1e-5 * abs(loss)
+            for k, loss in enumerate(wanted)
+            if k in losses or k >= (began or 0)
+        )
+        done_before = began is None and went_on  # killed behind the last step
+        trouble = "" if went_on else "".join(p.read_text()[-1500:] for p in folder.glob("b.[0-9]"))
+        return {
+            "change": change,
+            "killed_after_s": round(after_s, 2),
+            "steps_before": len(before),
+            "went_on": went_on,
+            "same_losses": bool(same),
+            "checkpoint_lost": bool(complete and began is not None and began < complete[-1]),
+            "orphans": WORLD - len(codes),
+            "ended_s": round(ended_s, 2),
+            "next_step_s": None if done_before or not first_s else round(first_s - died_s, 2),
+            "trouble": trouble,
+        }
+
+
+# Soak
+
+
+def held() -> dict[str, int]:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return {
+        "memory_kB": int(status["VmRSS"].split()[0]),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": int(status["Threads"]),
+    }
+
+
+def soak(folder: Path, steps: int) -> None:
+    torch.manual_seed(0)
+    model, batch = load(SPEC)
+    pm = lopsided.parallelize(model, batch, plan=folder / "plan.json", timeout_s=30, quiet=True)
+    opt = torch.optim.AdamW(pm.parameters(), lr=1e-3)
+    batches = lopsided.shard(DataLoader(data(), batch_size=8), pm)  # type: ignore[arg-type]
+    kept = lopsided.Checkpoints(pm, opt, folder / "run", every=max(steps // 40, 1), loader=batches, keep=2)
+    whole, told = named(next(iter(DataLoader(data(), batch_size=8)))), {}  # type: ignore[arg-type]
+    shares = (pm.plan.shares.work, tuple(reversed(pm.plan.shares.work)))
+    while pm.steps_done < steps:
+        for part in batches:
+            loss = pm(**named(part))
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            kept.step()
+            done = pm.steps_done
+            if done % max(steps // 30, 1) == 0:
+                pm.eval()
+                with torch.no_grad():
+                    pm(**whole)
+                pm.train()
+            if done % max(steps // 20, 1) == 0:
+                pm.replan(with_shares(pm.plan, shares[done // max(steps // 20, 1) % 2]))
+            if done in (steps // 6, steps):
+                told[done] = held()
+            if done == steps:
+                break
+    kept.close()
+    (folder / f"soak-{pm.world.rank}.json").write_text(json.dumps(told))
+
+
+def soaked(plan: str, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="lopsided-faults-") as name:
+        folder = Path(name)
+        (folder / "plan.json").write_text(plan)
+        codes = ended(started(WORLD, lambda: soak(folder, steps), folder / "soak"), 300.0)
+        files = sorted(folder.glob("soak-*.json"))
+        trouble = "" if len(files) == WORLD else "".join(p.read_text()[-1500:] for p in folder.glob("soak.[0-9]"))
+        return {"steps": steps, "codes": codes, "ranks": [json.loads(p.read_text()) for p in files], "trouble": trouble}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--kills", type=int, default=20, help="100 for the whole benchmark")
+    options.add_argument("--soak", type=int, default=600, help="steps; 0 for none")
+    options.add_argument("--seed", type=int, default=0)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    os.environ["LOPSIDED_CACHE"] = "0"
+    wanted, dice = alone(), random.Random(given.seed)
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name, "plan.json")
+        torch.manual_seed(0)
+        save_plan(plan_graph(capture(*load(SPEC)), cluster()), path)
+        plan, load_plan_ = path.read_text(), load_plan(path)
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "plan.json").write_text(plan)
+        ended(started(WORLD, lambda: train(folder, "a"), folder / "a"), MOST_S)
+    typical_s = time.monotonic() - began_s
+    kills = []
+    for number in range(given.kills):
+        try:
+            kills.append(one_kill(wanted, plan, dice, (0, -1, 1)[number % 3], typical_s))
+        except Exception:
+            kills.append({"trouble": traceback.format_exc(), "went_on": False})
+        print({key: value for key, value in kills[-1].items() if key != "trouble"}, kills[-1]["trouble"], flush=True)
+
+    def median(key: str) -> float | None:
+        times = [one[key] for one in kills if one.get(key) is not None]
+        return round(statistics.median(times), 2) if times else None
+
+    summary = {
+        "kills": len(kills),
+        "devices_of_the_plan": load_plan_.on.devices,
+        **{key: sum(bool(one.get(key)) for one in kills) for key in ("went_on", "same_losses")},
+        "checkpoints_lost": sum(bool(one.get("checkpoint_lost")) for one in kills),
+        "orphans": sum(one.get("orphans", 0) for one in kills),
+        "typical_run_s": round(typical_s, 2),
+        **{f"median_{key}": median(key) for key in ("ended_s", "next_step_s")},
+    }
+    print(summary)
+    found = {"summary": summary, "runs": kills, "seed": given.seed}
+    if given.soak:
+        found["soak"] = soaked(plan, given.soak)
+        print(found["soak"])
+    print(record.write("faults", found))
+
+
+if __name__ == "__main__":
+    main()
