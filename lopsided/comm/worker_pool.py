@@ -20,6 +20,7 @@ from datetime import timedelta
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -200,7 +201,13 @@ def _work(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    patience = timedelta(seconds=timeout_s)
+    # Nobody but this machine is listened to: the store by itself would listen on every address.
+    listener = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=patience, master_listen_fd=listener)
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     while True:
         try:
             job, args = pipe.recv()
