@@ -189,6 +189,7 @@ def _work(
         os.sched_setaffinity(0, cores)
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     torch.set_num_threads(threads)
     # What torchrun would set.
@@ -204,7 +205,7 @@ def _work(
     patience = timedelta(seconds=timeout_s)
     # Nobody but this machine is listened to: the store by itself would listen on every address.
     listener = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=patience, master_listen_fd=listener)
+    store = TCPStore("127.0.0.1", port, size, rank == 0, timeout=patience, master_listen_fd=listener)
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
