@@ -183,7 +183,7 @@ def in_group_order(plan: Plan, world: World) -> Shares:
     if order == tuple(range(len(order))):
         return shares
     lengths: dict[tuple[str, int], None] = {(by, length): None for by, length, _ in shares.cuts}
-    for placement, shape in _cuts_of(plan.program):
+    for placement, shape in cuts_of(plan.program):
         lengths[placement.by, placement.length(shape)] = None
 
     def ordered(row: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -201,7 +201,8 @@ def kinds_in_group_order(plan: Plan, world: World) -> tuple[int, ...]:
     return tuple(plan.kind_numbers[device] for device in world.order)
 
 
-def _cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:
+def cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:
+    """Every placement by which something is cut, with the shape of what is."""
     values = program.graph.values
     for name, placement in program.leaves:
         if placement.is_shard:

@@ -26,7 +26,7 @@ from lopsided.planner.baselines import STATE
 from lopsided.planner.candidates import memory_limits
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.planner import predict
-from lopsided.runtime.agreement import in_group_order
+from lopsided.runtime.agreement import cuts_of, in_group_order
 from lopsided.runtime.checkpoint.optimizer_state import State, number_of, optimizer_kept
 from lopsided.runtime.checkpoint.tensor_file import DTYPES
 from lopsided.runtime.control_plane import accord_of
@@ -61,6 +61,14 @@ def with_shares(plan: Plan, work: tuple[float, ...], note: str = "") -> Plan:
         )
     notes = (*plan.notes, note) if note else plan.notes
     return replace(plan, shares=shares, step_s=step_s, breakdown=breakdown, memory_bytes=memory, notes=notes)
+
+
+def cuts_alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans of one program cut everything alike: shares round to whole rows and heads."""
+    return all(
+        one.shares.cut(at.length(shape), at.by) == other.shares.cut(at.length(shape), at.by)
+        for at, shape in cuts_of(one.program)
+    )
 
 
 def bytes_to_move(pm: Parallel, plan: Plan) -> int:

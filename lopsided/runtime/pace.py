@@ -89,9 +89,8 @@ class Balancing:
         return in_proportion(shares, pace.own_s)
 
     def refused(self) -> None:
-        """The shares could not be given: they do not fit, or round to those there are."""
+        """The shares could not be given: they do not fit, or round to those there are. Nothing was promised then."""
         self._promised = None
-        self._least = min(2 * self._least, 1.0)
 
     def _judge(self, pace: PaceSeen) -> None:
         """Was the last promise kept?"""

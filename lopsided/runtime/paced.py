@@ -24,7 +24,7 @@ from lopsided.errors import InputError, LopsidedError, shown
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.runtime.agreement import from_first
-from lopsided.runtime.moving import bytes_to_move, check_movable, take_shares, with_shares
+from lopsided.runtime.moving import bytes_to_move, check_movable, cuts_alike, take_shares, with_shares
 from lopsided.runtime.pace import LOOK, Balancing, PaceSeen, in_proportion
 
 if TYPE_CHECKING:
@@ -126,4 +126,4 @@ class Paced:
         except LopsidedError as error:
             _log.info("shares stay as they are: %s", error.what)
             return json.dumps("")
-        return json.dumps(plan_text(plan))
+        return json.dumps("" if cuts_alike(pm.plan, plan) else plan_text(plan))
