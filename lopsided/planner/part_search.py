@@ -13,7 +13,7 @@ a cluster is never planned worse than a part of it that is tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.ir.placement import Shares
@@ -21,10 +21,13 @@ from lopsided.ir.program import one_device
 from lopsided.planner.ablation import OVERLAP
 from lopsided.planner.candidates import Candidate, Learned, memory_limits
 from lopsided.planner.proposals import CandidatePool
+from lopsided.planner.recompute import everything
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden
+from lopsided.schedule.schedule import BUCKET_BYTES
 
 _ROUNDS = 2  # of search and balance in turn, after the first from a seed
 _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
+_SHORT = 2  # of the programs that do not fit are tried with something run again
 _HALVINGS = 3  # of what lies between them
 _ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
 _FAR = 1.15  # times the best step: a part whose first candidate takes longer is left at that
@@ -57,7 +60,8 @@ class PartSearch:
             self._said = []
             best = self._from_seed(f"from {seed}", shares)
             self.pool.log.append(f"{shown} from {seed}: {', '.join(self._said)}")
-            if number == 0 and self.on.devices > 1 and not self._is_far(best):
+            nothing_fits = best is None and self.pool.best is not None
+            if number == 0 and self.on.devices > 1 and not nothing_fits and not self._is_far(best):
                 list(self.pool.plain_balanced(self.on))
             if best is None or self.memory_price or self._is_far(best, _CLOSE):
                 break
@@ -116,10 +120,28 @@ class PartSearch:
         return made
 
     def fitting(self, name: str, shares: Shares, hidden: Hidden) -> Candidate | None:
-        """One search and one balance. Where memory is short, at the lowest price for holding bytes at which all fits.
+        """One search and one balance; where memory is short, the same with a price for holding bytes.
 
-        That price, once found, is where the next search begins.
+        And what was found and does not fit, with what it saves run again in place of kept: that may be quicker.
         """
+        found = self._fitting(name, shares, hidden)
+        recomputed = [made for base in self._short() if (made := self.pool.made_to_fit(base)) is not None]
+        return found or min(recomputed, key=lambda made: made.step_s, default=None)
+
+    def _short(self) -> list[Candidate]:
+        """What does not fit: the quickest that searches found, and the plain programs."""
+        pool, on = self.pool, self.on
+        if on.devices == 1:
+            return [pool.judge("single", on, one_device(pool.graph), Shares((1.0,)), False)]
+        found = [made for known in self._known.values() for made, _ in known if not made.fits]
+        plain = [
+            pool.judge(name, on, program, pool.by_speed(on), regather, bucket_bytes=self.bucket_bytes)
+            for name, program, regather in pool.plain
+        ]
+        return [*sorted(found, key=lambda made: made.step_s)[:_SHORT], *(one for one in plain if not one.fits)]
+
+    def _fitting(self, name: str, shares: Shares, hidden: Hidden) -> Candidate | None:
+        """At the lowest price of memory at which all fits. Once found, it is where the next search begins."""
         if self.on.devices == 1:
             # Every program comes to the same there; the plainest is taken.
             proof = self.pool.search(self.on, shares)
@@ -135,6 +157,10 @@ class PartSearch:
         for regather in (False, True):
             # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
             least, _ = self._found(name, shares, hidden, _DEAREST, regather)
+            if regather:
+                how = (regather, least.bucket_bytes, everything(self.pool.graph, self.pool.blocks))
+                laid = self.pool.laid_out(self.on, least.program, *how)
+                self.pool.leanest.append(laid.held)
             if least.fits:
                 found = self._cheapest_that_fits(least, shares, hidden, natural=best is not None)
                 return found if best is None or found.beats(best) else best
@@ -175,12 +201,15 @@ class PartSearch:
         for made, short in known:
             if made.program == found.program:
                 return made, short
-        as_is = pool.judge(name, on, found.program, shares, regather, found, bucket_bytes=self.bucket_bytes)
-        balanced = pool.balanced(
-            name, on, found.program, shares, regather, found, bucket_bytes=self.bucket_bytes, polish=not as_is.fits
+        # What suits data parallelism suits some programs, and what everyone sends at a time suits others.
+        as_is = _best(
+            pool.judge(name, on, found.program, shares, regather, found, bucket_bytes=size)
+            for size in dict.fromkeys((self.bucket_bytes, BUCKET_BYTES))
         )
-        both = [as_is, balanced] if balanced else [as_is]
-        best = min(both, key=lambda candidate: (not candidate.fits, candidate.step_s))
+        balanced = pool.balanced(
+            name, on, found.program, shares, regather, found, bucket_bytes=as_is.bucket_bytes, polish=not as_is.fits
+        )
+        best = _best([as_is, balanced] if balanced else [as_is])
         known.append((best, not as_is.fits))
         return known[-1]
 
@@ -208,6 +237,10 @@ class PartSearch:
             if not any(max(abs(a - b) for a, b in zip(shares, s, strict=True)) < 1e-9 for s in seen):
                 seen.append(shares.work)
                 yield name, shares
+
+
+def _best(made: Iterable[Candidate]) -> Candidate:
+    return min(made, key=lambda candidate: (not candidate.fits, candidate.step_s))
 
 
 def _are_alike(shares: Shares, others: Shares) -> bool:

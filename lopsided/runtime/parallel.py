@@ -64,6 +64,7 @@ from lopsided.runtime.agreement import (
     digest_of,
     from_first,
     in_group_order,
+    kinds_in_group_order,
     strange_speeds,
 )
 from lopsided.runtime.autotune import quickest
@@ -85,6 +86,7 @@ from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED
 from lopsided.runtime.shapes import at_length
 from lopsided.runtime.whole_model import save_whole
 from lopsided.schedule.lower import lower
+from lopsided.schedule.regions import reruns_in
 
 _COMPARED = "compared"
 CHECK_EVERY = 100
@@ -489,14 +491,18 @@ class Parallel(nn.Module):
         return self._constant_tensors[id(leaf)]
 
     def _compiled(self, program: Program, outputs: tuple[str, ...]) -> Executor:
+        # A batch of another shape may have another graph.
+        reruns = tuple(reruns_in(program.graph, self._decisions.reruns))
+        kinds = kinds_in_group_order(self.plan, self.world)
         return Executor(
-            lower(program, self._decisions),
+            lower(program, replace(self._decisions, reruns=reruns)),
             self._exchange,
             self._gradients,
             self.randomness,
             self._adopted.by_name,
             self.world.device,
             outputs,
+            kinds[self.world.place] if self.world.takes_part else 0,
         )
 
     def _find(self, signature: Signature) -> CallProgram | None:
