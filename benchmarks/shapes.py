@@ -68,7 +68,8 @@ def alone(model: str, cluster: str, length: int) -> Plan:
 def predicted(model: str, cluster: str, drawn: list[int]) -> dict[str, Any]:
     lengths, often = few(model, drawn)
     graphs = [capture(*load(model.format(length))) for length in lengths]
-    common = plan_for_shapes(graphs, often, load_cluster(cluster))
+    # The example batch is the longest.
+    common = plan_for_shapes(graphs[::-1], often[::-1], load_cluster(cluster))
     steps = [step_on(graph, common) for graph in graphs]
     own = [alone(model, cluster, length).step_s for length in lengths]
     filled = sum(step_s * times for step_s, times in zip(steps, often, strict=True))

@@ -57,6 +57,8 @@ def plan_for_shapes(
 
 def step_on(graph: Graph, plan: Plan) -> float:
     """Seconds of a step of this graph on a plan's storage and shares; infinite where a device has no room for it."""
+    if graph is plan.graph:
+        return plan.step_s
     step_s, _, memory = predict(
         program_for(graph, plan), plan.shares, plan.on, plan.optimizer, plan.regather, plan.bucket_bytes
     )
@@ -79,6 +81,7 @@ def moved(plan: Plan, graph: Graph, alone: Plan) -> Plan:
         shares=plan.shares,
         regather=plan.regather,
         bucket_bytes=plan.bucket_bytes,
+        reruns=(),
         step_s=step_s,
         breakdown=breakdown,
         memory_bytes=memory,
