@@ -78,7 +78,7 @@ from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.parameter_hooks import ParameterHooks
-from lopsided.runtime.piece_tensors import plain
+from lopsided.runtime.piece_tensors import plain, step_ends
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.programs import CallProgram, Programs
 from lopsided.runtime.progress import Announcer, about_plan, shown
@@ -643,6 +643,7 @@ class Parallel(nn.Module):
     # Ranks whose device the plan does not use
 
     def _begin_step(self) -> None:
+        step_ends()  # of an optimizer whose step has failed
         self._last_loss.check()
         self._adopted.check(self.world.device, self._here())
         self._forwards += 1
