@@ -190,8 +190,8 @@ def shapes_page(data: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "Devices that only pay for long batches keep their part of the storage in short ones: that is what a plan for "
-        "a short length alone can save.\n",
+        "Where short and long batches want different devices, storage is where the whole distribution wants it, and "
+        "the rarer lengths pay.\n",
         "## Trained\n",
         f"`{trained['model']}`, at most {trained['longest']} long, on {trained['processes']} processes, planned "
         f"for as devices of speeds 2 : 3 : 5, over gloo, in float64: {many} steps of AdamW, each on another length, "
