@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -72,19 +73,38 @@ def watch_optimizers(pm: Cut) -> None:
         _watching = True
 
 
-def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if torch.compiler.is_compiling():
-        return
+        return None
     if optimizer not in _holds:
         adopt_parameters(optimizer)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [pm for pm in _models if not held.isdisjoint(id(p) for _, p in pm.named_parameters())]
         if not found:
-            return
+            return None
         _holds[optimizer] = weakref.WeakSet(found)
         for pm in found:
             own = dict(pm.named_parameters())
             _check_with(optimizer, pm, {id(own[name]): name for name in own if _is_in_pieces(pm.pieces.get(name))})
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # behind the optimizer itself
+    if not callable(closure):
+        _begin(optimizer)
+        return None
+    # Forward and backward are in there, and perhaps clipping: none of that is the optimizer's own step.
+    around = partial(_run_closure, optimizer, closure)
+    return ((args[0], around, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": around})
+
+
+def _run_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    step_ends()
+    found = closure()
+    _begin(optimizer)
+    return found
+
+
+def _begin(optimizer: Optimizer) -> None:
     for pm in _holds[optimizer]:
         pm.before_step(optimizer)
     step_begins(optimizer in _elementwise)
