@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 
 import torch
@@ -20,13 +22,50 @@ from torch.nn.modules.batchnorm import _NormBase
 from lopsided.errors import CaptureError, LopsidedError
 from lopsided.ir.graph import Source
 
+# A tensor's truth was asked for; what for is told by how the user's line begins.
+_TRUTH = ("Could not guard on data-dependent", "Boolean value of Tensor")
+_ASKED_BY = (
+    (
+        ("assert",),
+        "the model asserts something about a tensor's values",
+        "take the assert out of forward; check the batch where it is made",
+    ),
+    (
+        ("while",),
+        "the model repeats something until a tensor's values say that it is done",
+        "repeat it a fixed number of times, and keep what is done with torch.where",
+    ),
+    (
+        ("",),
+        "the model branches in Python on a tensor's values",
+        "compute both ways and choose with torch.where(condition, this, that); leave out a branch that asks whether a"
+        " mask selects any row (x[mask].sum() / mask.sum().clamp(min=1) is zero where it selects none); or switch it"
+        " off in the model's configuration",
+    ),
+)
+
 # What to change, by a word in the exception that export raised.
 _ADVICE = (
     (
+        ("Could not extract specialized integer",),
+        "the model needs a whole number that it reads from a tensor (int(), float(), len(), range())",
+        "keep it a tensor: x / mask.sum() divides as by a number, rows.shape[0] counts rows that a mask selects, and"
+        " x.item() may be computed with and end a slice; for a loop, pass the number to forward as a Python integer",
+    ),
+    (
         ("DataDependent", "data-dependent", "GuardOnDataDependent", "unbacked", "DynamicOutputShape"),
-        "the model decides something in Python by looking at a tensor's values",
-        "use torch.where or masks in place of the branch or the data-sized tensor, or switch the feature off"
-        " in the model's configuration",
+        "the model makes something whose size depends on a tensor's values",
+        "use torch.where or masks of fixed shape, or switch the feature off in the model's configuration",
+    ),
+    (
+        ("FakeTensor.__format__",),
+        "the model prints or formats a tensor's values",
+        "return what is to be printed, and print it outside of forward",
+    ),
+    (
+        (".numpy() is not supported", "can't convert cuda", "__array__"),
+        "the model leaves torch for numpy",
+        "write it with torch, or do it to the batch before forward",
     ),
     (
         ("UnsupportedOperator", "NotImplementedError"),
@@ -56,8 +95,12 @@ _ADVICE = (
 )
 
 
-def explain(model: nn.Module, error: Exception) -> LopsidedError:
-    """The refusal for an exception from export: what, the user's line, and what to change."""
+def explain(model: nn.Module, error: Exception, once: Callable[[], object]) -> LopsidedError:
+    """The refusal for an exception from export: what, the user's line, and what to change.
+
+    `once` runs the model as it is: where nothing else is known, it tells a model that fails from one that fails
+    while it is traced.
+    """
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
@@ -65,20 +108,49 @@ def explain(model: nn.Module, error: Exception) -> LopsidedError:
             return link if link.where else type(link)(link.what, where=_user_frame(link), do=link.do, **link.facts)
         chain.append(link)
         link = link.__cause__ or link.__context__
-    where = next((place for e in reversed(chain) if (place := _user_frame(e))), model._get_name())
-    said = str(error).strip().splitlines()
-    text = f"{type(error).__name__} {error}"
-    cause = f"{type(error).__name__}: {said[0] if said else ''}"
+    name = model._get_name()
+    where = next((place for e in reversed(chain) if (place := _user_frame(e))), name)
+    text, cause = f"{type(error).__name__} {error}", _first_line(error)
+    if any(words in text for words in _TRUTH):
+        line = where.partition(": ")[2]
+        what, do = next((what, do) for begins, what, do in _ASKED_BY if line.startswith(begins))
+        return CaptureError(f"{name} cannot be captured: {what}", where=where, cause=cause, do=do)
     for words, what, do in _ADVICE:
         if any(word in text for word in words):
-            return CaptureError(f"{model._get_name()} cannot be captured: {what}", where=where, cause=cause, do=do)
+            return CaptureError(f"{name} cannot be captured: {what}", where=where, cause=cause, do=do)
+    try:
+        with _nothing_changed(model):
+            once()
+    except Exception as failure:
+        return CaptureError(
+            f"{name} does not run on this batch",
+            where=_user_frame(failure) or where,
+            cause=_first_line(failure),
+            do="make one step of the model alone run on this batch first: its shapes, and what its entries are called",
+        )
     return CaptureError(
-        f"{model._get_name()} cannot be captured",
+        f"{name} runs on this batch, and not while it is traced, where tensors have no values",
         where=where,
         cause=cause,
-        do="check that model(**batch) runs; if it does, it takes another path while it is traced, and misses something"
-        " there that the batch could give it",
+        do="write that line with torch operations alone, or do it to the batch before forward",
     )
+
+
+def _first_line(error: BaseException) -> str:
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else ''}"
+
+
+@contextmanager
+def _nothing_changed(model: nn.Module) -> Iterator[None]:
+    """In here the model may run: its buffers and torch's random numbers are afterwards what they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(), torch.no_grad():
+        try:
+            yield
+        finally:
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 # Calls that a graph of pure ops cannot have, by a part of the name: what they do, and what to write in their place.

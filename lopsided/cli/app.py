@@ -47,6 +47,7 @@ from lopsided.cli.terminal import (
     spell_out,
     stop_writing,
 )
+from lopsided.comm.uncaught import in_a_line, rank_here, told_by
 from lopsided.errors import InputError, LopsidedError, ModelError, NotationError, SharesError
 from lopsided.ir.graph import Graph
 from lopsided.ir.notation import parse_line
@@ -106,7 +107,9 @@ def main() -> NoReturn:
             err.print_exception()
         if "--json" in sys.argv:
             print_json({"error": type(error).__name__, "what": error.what, "where": error.where, "do": error.do})
-        err.print(f"[bold]{type(error).__name__}[/bold]: {escape(str(error))}")
+        first = told_by()
+        told = error if first == rank_here() else in_a_line(error, first)
+        err.print(f"[bold]{type(error).__name__}[/bold]: {escape(str(told))}")
         sys.exit(2 if isinstance(error, InputError) else 1)
     except Exception as error:
         # Not one of ours: a mistake of this program, or of a model in a place we did not expect.

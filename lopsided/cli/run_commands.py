@@ -33,6 +33,7 @@ from lopsided.cli.terminal import (
     say_written,
 )
 from lopsided.codec import check_writable
+from lopsided.comm.uncaught import VERBOSE_VARIABLE
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError
 from lopsided.models.by_name import load
@@ -116,6 +117,8 @@ def run_command(
     if report:
         check_writable(report, RUN_FILE)
         os.environ[RECORD_VARIABLE] = str(Path(report).resolve())
+    if verbose:
+        os.environ[VERBOSE_VARIABLE] = "1"
     if dry_run:
         path = shlex.quote(str(Path(plan).resolve()))
         recorded = f"{RECORD_VARIABLE}={shlex.quote(os.environ[RECORD_VARIABLE])} " if report else ""
@@ -269,6 +272,7 @@ def train_command(
         tries=tries,
         report=report or None,
         record=steps >= SKIPPED,
+        quiet=as_json,
     )
     if not done.is_first:
         return

@@ -216,6 +216,21 @@ def _may_mean(wanted: str, has: str) -> bool:
     return wanted.startswith(has) or has.startswith(wanted)
 
 
+def strange_hardware(told: Sequence[RankInfo], cluster: Cluster) -> str:
+    """What to say where processes without a GPU stand in for GPUs, which is fine to try a plan out; "" elsewhere."""
+    hosts = [one for one in told if not one.is_gpu]
+    gpus = [kind for kind in cluster.kinds if model_of(kind.name) or model_of(kind.source)]
+    others = cluster.devices - sum(kind.devices for kind in gpus)
+    if len(hosts) <= others or not gpus:
+        return ""
+    named = ", ".join(dict.fromkeys(kind.name for kind in gpus))
+    return (
+        f"the plan is for the cluster {cluster.name} with {named}, and {len(hosts)} of {len(told)} processes have no "
+        "GPU: the run is right, and its times are not those that were predicted. Leave cluster= and plan= out to have "
+        "these devices measured"
+    )
+
+
 # Refusals
 
 

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from lopsided.comm.uncaught import within
 from lopsided.comm.world import World, odd_ones
 from lopsided.errors import LopsidedError, RankError, WorldError
 
@@ -204,7 +205,7 @@ class Watchdog:
         """What to raise for a collective that failed or timed out. Takes some seconds and never hangs."""
         mine = self.position
         mine = Position(mine.beat, mine.now_s, mine.step, what, mine.since_s)
-        said = self._known() or _within(_MOST_S, lambda: self._find(mine))
+        said = self._known() or within(_MOST_S, lambda: self._find(mine))
         # The thread may have heard of a failure while the store went.
         reason, do = said if isinstance(said, tuple) else self._known() or self._no_store(mine)
         return RankError(reason, where=f"rank {self.world.rank}, {mine}", do=do, error=reason_of(error, None))
@@ -341,7 +342,7 @@ class Watchdog:
             where=f"rank {self.world.rank}, step {self._step}",
             do="make the call on every rank: look for an `if rank == 0` around it",
         )
-        _within(_STAY_S, lambda: self._fail(Failure(self.world.rank, error.what), self._asks))
+        within(_STAY_S, lambda: self._fail(Failure(self.world.rank, error.what), self._asks))
         raise error
 
     def _meet_bystanders(self, what: str) -> None:
@@ -444,7 +445,7 @@ class Watchdog:
         # A thread in the store when the interpreter goes would abort the process.
         self._thread.join(_LEAVE_S)
         if self._failure is None and not self._thread.is_alive():
-            _within(_LEAVE_S, lambda: self._say_goodbye(how))
+            within(_LEAVE_S, lambda: self._say_goodbye(how))
 
     def _say_goodbye(self, how: str) -> None:
         self._post(how)
@@ -465,7 +466,7 @@ class Watchdog:
             for mark in ("seen", "gone"):
                 self._asks.set(f"{mark}/{self.world.rank}", "")
 
-        _within(_LEAVE_S, tell)
+        within(_LEAVE_S, tell)
 
     def _stay(self, mark: str, most_s: float) -> None:
         """With rank 0's process the store may go: it stays until the others have set their mark, or long enough.
@@ -477,7 +478,7 @@ class Watchdog:
         culprit = self._failure.culprit if self._failure is not None else 0
         marks = [f"{mark}/{rank}" for rank in range(1, self.world.size) if rank != culprit]
         until = time.monotonic() + most_s
-        while marks and time.monotonic() < until and _within(_LEAVE_S, lambda: self._asks.check(marks)) is False:
+        while marks and time.monotonic() < until and within(_LEAVE_S, lambda: self._asks.check(marks)) is False:
             time.sleep(self.every_s / 10)
 
 
@@ -535,22 +536,3 @@ def _unpacked(row: Tensor) -> str:
 @lru_cache(maxsize=64)
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _within(seconds: float, ask: Callable[[], object]) -> object:
-    """What it answers; None if it fails or takes longer. The store may be gone, or not answer."""
-    answers: list[object] = []
-
-    def run() -> None:
-        try:
-            answers.append(ask())
-        except (RuntimeError, ValueError, OSError):
-            answers.append(None)
-
-    thread = threading.Thread(target=run, name="lopsided-ask", daemon=True)
-    try:
-        thread.start()
-        thread.join(seconds)
-    except RuntimeError:  # From Python 3.12 on no thread starts once the interpreter goes.
-        run()
-    return answers[0] if answers else None

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 
 from lopsided.comm.rank_mapping import RankInfo, find_seats
+from lopsided.comm.uncaught import tell_once
 from lopsided.errors import WorldError
 from lopsided.planner.plan_data import Plan
 
@@ -82,10 +83,12 @@ def begin(device: torch.device | None = None, *, timeout_s: float = TIMEOUT_S) -
         # Collectives of Python objects over NCCL use the current device.
         torch.cuda.set_device(device)
     if dist.is_initialized():
+        tell_once()
         return device
     timeout = timedelta(seconds=timeout_s)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        tell_once()
         return device
     missing = [name for name in _NEEDED if not os.environ.get(name)]
     if missing:
@@ -105,6 +108,8 @@ def begin(device: torch.device | None = None, *, timeout_s: float = TIMEOUT_S) -
             where=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
             do="see that all were started, with the same address and port, and look for the first that failed",
         ) from error
+    # After torch's own hook, which puts the rank before every line.
+    tell_once()
     return device
 
 

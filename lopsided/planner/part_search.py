@@ -13,7 +13,7 @@ a cluster is never planned worse than a part of it that is tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.ir.placement import Shares
@@ -22,6 +22,7 @@ from lopsided.planner.ablation import OVERLAP
 from lopsided.planner.candidates import Candidate, Learned, memory_limits
 from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden
+from lopsided.schedule.schedule import BUCKET_BYTES
 
 _ROUNDS = 2  # of search and balance in turn, after the first from a seed
 _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
@@ -57,7 +58,8 @@ class PartSearch:
             self._said = []
             best = self._from_seed(f"from {seed}", shares)
             self.pool.log.append(f"{shown} from {seed}: {', '.join(self._said)}")
-            if number == 0 and self.on.devices > 1 and not self._is_far(best):
+            nothing_fits = best is None and self.pool.best is not None
+            if number == 0 and self.on.devices > 1 and not nothing_fits and not self._is_far(best):
                 list(self.pool.plain_balanced(self.on))
             if best is None or self.memory_price or self._is_far(best, _CLOSE):
                 break
@@ -135,6 +137,9 @@ class PartSearch:
         for regather in (False, True):
             # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
             least, _ = self._found(name, shares, hidden, _DEAREST, regather)
+            if regather:
+                laid = self.pool.laid_out(self.on, least.program, regather, least.bucket_bytes)
+                self.pool.leanest.append(laid.held)
             if least.fits:
                 found = self._cheapest_that_fits(least, shares, hidden, natural=best is not None)
                 return found if best is None or found.beats(best) else best
@@ -175,12 +180,15 @@ class PartSearch:
         for made, short in known:
             if made.program == found.program:
                 return made, short
-        as_is = pool.judge(name, on, found.program, shares, regather, found, bucket_bytes=self.bucket_bytes)
-        balanced = pool.balanced(
-            name, on, found.program, shares, regather, found, bucket_bytes=self.bucket_bytes, polish=not as_is.fits
+        # What suits data parallelism suits some programs, and what everyone sends at a time suits others.
+        as_is = _best(
+            pool.judge(name, on, found.program, shares, regather, found, bucket_bytes=size)
+            for size in dict.fromkeys((self.bucket_bytes, BUCKET_BYTES))
         )
-        both = [as_is, balanced] if balanced else [as_is]
-        best = min(both, key=lambda candidate: (not candidate.fits, candidate.step_s))
+        balanced = pool.balanced(
+            name, on, found.program, shares, regather, found, bucket_bytes=as_is.bucket_bytes, polish=not as_is.fits
+        )
+        best = _best([as_is, balanced] if balanced else [as_is])
         known.append((best, not as_is.fits))
         return known[-1]
 
@@ -208,6 +216,10 @@ class PartSearch:
             if not any(max(abs(a - b) for a, b in zip(shares, s, strict=True)) < 1e-9 for s in seen):
                 seen.append(shares.work)
                 yield name, shares
+
+
+def _best(made: Iterable[Candidate]) -> Candidate:
+    return min(made, key=lambda candidate: (not candidate.fits, candidate.step_s))
 
 
 def _are_alike(shares: Shares, others: Shares) -> bool:

@@ -54,6 +54,8 @@ ABOUT = {
     "dp-part": "data parallelism on the devices of this plan, shares by speed",
 }
 
+_TRIES = 4  # parts with most devices of a cluster, on which its best program is made
+
 _YOUNG_OBJECTS = 100_000
 """So many new objects are made before the collector looks at them while a plan is made; 700 are Python's own."""
 
@@ -237,22 +239,39 @@ def _promising(pool: CandidatePool, cluster: Cluster) -> Iterator[Cluster]:
     yield from _searchable(
         pool, cluster, [cluster, *(part for part in quick if not (many and _has_most(part, cluster)))]
     )
-    best = pool.of_part.get(cluster.fingerprint)
-    later = [part for part in quick if many and _has_most(part, cluster)]
+    most = [part for part in quick if many and _has_most(part, cluster)]
     learned = pool.learned.get(cluster.fingerprint)  # nothing, where no search of it was worth while
-    if best is None or (learned is not None and learned.memory_price > 0):
+    if cluster.fingerprint not in pool.of_part or (learned is not None and learned.memory_price > 0):
         known = {part.fingerprint for part in quick}
-        later += [part for part in parts(cluster, pool.dtype) if part.fingerprint not in known]
-    if best is not None and later:
-        estimate = pool.estimate(best)
-        all_s = estimate.on(cluster, memory_limits(cluster)).step_s
-        bar_s = all_s * pool.chosen.step_s / best.step_s * BETTER
-        later = [
-            part
-            for part in later
-            if not (many and _has_most(part, cluster)) or estimate.on(part, memory_limits(part)).step_s < bar_s
-        ]
-    yield from _searchable(pool, cluster, later)
+        roomy = [part for part in parts(cluster, pool.dtype) if part.fingerprint not in known]
+        most += [part for part in roomy if many and _has_most(part, cluster)]
+        yield from _searchable(pool, cluster, [part for part in roomy if not (many and _has_most(part, cluster))])
+    yield from _with_most(pool, cluster, most)
+
+
+def _with_most(pool: CandidatePool, cluster: Cluster, places: Sequence[Cluster]) -> Iterator[Cluster]:
+    """Of parts with most devices of many kinds, the first that is not too small where the cluster is, and then the one
+    that gains most by resting the others, if any does.
+
+    The best program of so many devices is about the best of a few more or less: it is estimated on all, made where that
+    promises something, and searched for anew only where it gains most.
+    """
+    known = [cluster.fingerprint, *(part.fingerprint for part in places)]
+    for part in _searchable(pool, cluster, places):
+        if any(one in pool.of_part for one in known):
+            break
+        yield part
+    best = min((pool.of_part[one] for one in known if one in pool.of_part), key=lambda c: c.step_s, default=None)
+    if best is None:
+        return
+    estimate = pool.estimate(best, cluster)
+    bar_s = estimate.on(best.on, memory_limits(best.on)).step_s * pool.chosen.step_s / best.step_s * BETTER
+    steps = [(estimate.on(part, memory_limits(part)).step_s, number) for number, part in enumerate(places)]
+    for _, number in [one for one in sorted(steps) if one[0] < bar_s][:_TRIES]:
+        how = (pool.by_speed(places[number]), best.regather, best.found)
+        pool.balanced(best.name, places[number], best.program, *how, bucket_bytes=best.bucket_bytes)
+    if pool.chosen is not best and pool.chosen.on.fingerprint in known[1:]:
+        yield pool.chosen.on
 
 
 def _has_most(part: Cluster, cluster: Cluster) -> bool:
@@ -267,13 +286,15 @@ def _searchable(pool: CandidatePool, cluster: Cluster, places: Sequence[Cluster]
 
 
 def _ranked(pool: CandidatePool, cluster: Cluster, places: Sequence[Cluster]) -> list[Cluster]:
-    """In the order in which the classics are estimated to be quick on them; those first on which one of them fits."""
+    """In the order in which the classics are estimated to be quick on them; those first on which one of them fits, and
+    of the others those with most devices."""
     if len(places) < 2:
         return [*places]
     estimates = [pool.estimate(one) for one in pool.plain_on(cluster)]
 
-    def promise(part: Cluster) -> tuple[bool, float]:
-        return min((not made.fits, made.step_s) for made in (one.on(part, memory_limits(part)) for one in estimates))
+    def promise(part: Cluster) -> tuple[bool, int, float]:
+        made = [one.on(part, memory_limits(part)) for one in estimates]
+        return min((not one.fits, 0 if one.fits else -part.devices, one.step_s) for one in made)
 
     return sorted(places, key=promise)
 

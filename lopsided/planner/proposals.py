@@ -62,6 +62,7 @@ _BUCKETS = tuple(size * 2**20 for size in (16, 8, 4, 2, 1))  # beside what every
 _NEAR = 1.25  # times the best predicted step: what is further off is not worth a try
 _CLOSE = 1.02  # times the best predicted step: what may still become the best
 _LEADERS = 2  # beside the best are looked at so
+_BITS = 4  # of a number of devices: how exact it has to be to tell which step works with most memory
 _NO_WORK_S = 1e-12  # of an op that computes nothing
 
 
@@ -97,6 +98,7 @@ class CandidatePool:
         self.learned: dict[str, Learned] = {}  # what searches found out about these devices
         self.tried: list[Candidate] = []  # until one fits
         self.too_small: list[Cluster] = []  # on which no program was found to fit
+        self.leanest: list[tuple[Holding, ...]] = []  # what programs hold where only memory counts
         self.started = time.perf_counter()
         self.searches = self.states = self.balances = 0
         self.first: Found | None = None  # search of the whole cluster without other limits than the user's
@@ -106,6 +108,7 @@ class CandidatePool:
         self.fewest_devices = 1  # a plan may use
         self._calls = Calls(graph)
         self._costs: dict[str, Costs] = {}
+        self._by_speed: dict[str, Shares] = {}
         self._laid: dict[tuple[str, int, bool, int], LoweredCandidate] = {}
         self._lowered: dict[tuple[int, bool, int], Schedule] = {}
         self._held: dict[tuple[int, bool, int, int], tuple[Program, tuple[Holding, ...]]] = {}
@@ -169,8 +172,11 @@ class CandidatePool:
 
     def laid_out(self, on: Cluster, program: Program, regather: bool, bucket_bytes: int) -> LoweredCandidate:
         """What does not depend on shares. The last few are remembered: each is judged with several."""
-        # The step that works with most is that of the device with the largest share.
-        fewest = max(round(1 / max(self.by_speed(on))), 1)
+        # The step that works with most is that of the device with the largest share. About how many of them there are
+        # says as well which that is, and is the same for parts that are about as large.
+        speeds = [kind.flops(self.dtype) for kind in on.kinds]
+        fewest = sum(kind.devices * speed for kind, speed in zip(on.kinds, speeds, strict=True)) / max(speeds)
+        fewest = _about(max(round(fewest), 1))
         # Neither depends on the cluster, so parts of it share them.
         schedule = self._lower(program, regather, bucket_bytes)
         held = _remembered(
@@ -205,7 +211,10 @@ class CandidatePool:
         return self._by(on, [1.0 for _ in on.kinds])
 
     def by_speed(self, on: Cluster) -> Shares:
-        return self._by(on, [kind.flops(self.dtype) for kind in on.kinds])
+        key = on.fingerprint
+        if key not in self._by_speed:
+            self._by_speed[key] = self._by(on, [kind.flops(self.dtype) for kind in on.kinds])
+        return self._by_speed[key]
 
     def by_memory(self, on: Cluster) -> Shares:
         return self._by(on, [float(kind.memory_bytes) for kind in on.kinds])
@@ -215,12 +224,14 @@ class CandidatePool:
 
     def is_promising(self, part: Cluster) -> bool:
         """Whether searching on a part may lead to something: not on fewer devices of kinds of which more were too few,
-        and not where even work that is divided perfectly takes longer than the best."""
-        if self.too_small:
-            kinds, names = {kind.likeness for kind in part.kinds}, set(part.device_names)
-            for small in self.too_small:
-                if kinds == {kind.likeness for kind in small.kinds} and names <= set(small.device_names):
-                    return False
+        not where there is no room for what keeps least, whatever the shares, and not where even work that is divided
+        perfectly takes longer than the best."""
+        kinds, names = {kind.likeness for kind in part.kinds}, set(part.device_names)
+        for small in self.too_small:
+            if kinds == {kind.likeness for kind in small.kinds} and names <= set(small.device_names):
+                return False
+        if self.leanest and not any(_has_room(part, held) for held in self.leanest):
+            return False
         return self.best is None or self.first is None or self.ideal_s(part) < self.best.step_s
 
     # Making
@@ -487,10 +498,11 @@ class CandidatePool:
         others = sorted((one for one in near if one is not self.chosen), key=lambda one: one.step_s)
         return [self.chosen, *others[:_LEADERS]]
 
-    def estimate(self, candidate: Candidate) -> StepEstimate:
-        """What its program would take on parts of its devices."""
-        laid = self.laid_out(candidate.on, candidate.program, candidate.regather, candidate.bucket_bytes)
-        return StepEstimate(FoldedStep(laid.priced, self.costs(candidate.on).network), laid.held, candidate.on)
+    def estimate(self, candidate: Candidate, whole: Cluster | None = None) -> StepEstimate:
+        """What its program would take on parts of its devices, or of a whole cluster."""
+        on = whole or candidate.on
+        laid = self.laid_out(on, candidate.program, candidate.regather, candidate.bucket_bytes)
+        return StepEstimate(FoldedStep(laid.priced, self.costs(on).network), laid.held, on)
 
     def ideal_s(self, on: Cluster) -> float:
         """What a step takes at least: all work divided at will over all devices, and nothing sent."""
@@ -513,6 +525,25 @@ class CandidatePool:
                 seconds.append(whole.seconds((1.0,))[0] - (there * whole.forwards + back) * kind.launch_s)
             self._working[key] = np.maximum(np.array(seconds), _NO_WORK_S)
         return self._working[key]
+
+
+def _about(count: int) -> int:
+    """A number, or, of large ones, the next smaller that ends in zeros.
+
+    >>> [_about(count) for count in (5, 16, 17, 9_984)]
+    [5, 16, 16, 9216]
+    """
+    beyond = max(count.bit_length() - _BITS, 0)
+    return count >> beyond << beyond
+
+
+def _has_room(part: Cluster, held: Sequence[Holding]) -> bool:
+    """Whether these devices have room for what is kept, were what is cut divided as suits their memory."""
+    kept = [holding for holding in held if holding.use in ("parameter", "gradient", "optimizer", "saved")]
+    whole = sum(holding.bytes for holding in kept if holding.cut is None)
+    cut = sum(holding.bytes for holding in kept if holding.cut is not None)
+    limits = zip(part.kinds, memory_limits(part), strict=True)
+    return sum(kind.devices * max(limit - whole, 0) for kind, limit in limits) >= cut
 
 
 _Key = TypeVar("_Key")

@@ -22,6 +22,7 @@ from lopsided.planner.search_cost import NOTHING_HIDDEN
 _TURNS = 3  # of taking devices away: each time that finds a better plan
 _FEW_GROUPS = 4  # of devices that are alike: what is left without one is planned anew
 _CLOSE = 1.1  # times the step found without a device: on a cluster that takes longer with it, none is looked for
+_MORE = 1.01  # times the step found without a device: where worth is estimated, less gain is not followed up
 _TRIES = 4  # of what is estimated to be faster, or not to fit, in one turn
 
 Worth = tuple[dict[str, float], dict[str, float]]
@@ -39,7 +40,7 @@ def worth(pool: CandidatePool, cluster: Cluster) -> Worth:
             nodes |= without.each(cluster.alike_nodes(), Cluster.without_node)
         if cluster.devices > 1:
             devices |= without.each(cluster.alike_devices(), Cluster.without_device)
-        if before is pool.chosen:
+        if before is pool.chosen or (without.by_estimates and before.step_s < _MORE * pool.chosen.step_s):
             break
         if before.on.fingerprint != pool.chosen.on.fingerprint:
             PartSearch(pool, pool.chosen.on).improve()
@@ -53,12 +54,14 @@ class _Without:
     def __init__(self, pool: CandidatePool, cluster: Cluster) -> None:
         self.pool, self.cluster, self.best = pool, cluster, pool.chosen
         self.names = {*self.best.on.device_names, *self.best.on.node_names}
+        self.by_estimates = False
         self._made: dict[str, Candidate | None] = {}
         self.learned = pool.learned.get(self.best.on.fingerprint, Learned(bucket_bytes=self.best.bucket_bytes))
 
     def each(self, groups: Sequence[Sequence[str]], shrink: Shrink) -> dict[str, float]:
         """The step without one of each group of devices or nodes that are alike."""
         few = len(groups) <= _FEW_GROUPS
+        self.by_estimates |= not few
         steps = [self._planned(alike, shrink) for alike in groups] if few else self._estimated(groups, shrink)
         return {name: step_s for alike, step_s in zip(groups, steps, strict=True) for name in alike}
 

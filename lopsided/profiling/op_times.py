@@ -230,6 +230,11 @@ def distinct_calls(graphs: Sequence[Graph]) -> tuple[Distinct, ...]:
     return tuple(found)
 
 
+def forward_flops(graph: Graph) -> int:
+    """Of a forward pass of the whole batch."""
+    return sum(distinct.times * distinct.work.forward_flops for distinct in distinct_calls((graph,)))
+
+
 @dataclass(frozen=True, slots=True)
 class OpJob:
     """A call with some of the units that its rule cuts; all of it, if no rule does."""

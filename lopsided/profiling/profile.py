@@ -168,6 +168,7 @@ _OLD_S = 30 * 24 * 3600.0
 _LOOK_S = 0.05
 _LOOK_BYTES = 2**20
 _LOOKS = 5
+_GLANCES = 3  # before something is called changed: a busy moment is none
 _SPEED_OFF, _LINK_OFF = 1.4, 2.0  # times as fast or as slow: not the same hardware any more
 _MORE = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -194,20 +195,29 @@ def measure_once(
     optimizers: Sequence[str] = (),
     budget_s: float = 20.0,
     progress: Progress = lambda done, total: None,
+    told: Callable[[str], object] = lambda what: None,
     cache: bool = True,
 ) -> Cluster:
-    """`measure`, or what it gave the last time. All processes call this, with the same `cache`."""
+    """`measure`, or what it gave the last time. All processes call this, with the same `cache`.
+
+    `told` hears which of the two, and why.
+    """
     folder = cache_folder() if cache else None
+    seconds = f"measuring the devices for about {budget_s:g} s"
     with council_of(group) as council:
         facts = council.hear((_facts(device), folder is not None))
         if not all(is_on for _, is_on in cast(list[tuple[object, bool]], facts)):
+            told(seconds)
             return measure(graph, device, group, optimizers=optimizers, budget_s=budget_s, progress=progress)
         name = digest([_MEASURED_AS, list(facts), torch.__version__, graph.fingerprint, list(optimizers), budget_s])
         # Rank 0's file: the others' homes may be other ones.
         text, *_ = council.hear(read(folder, name) if folder is not None else "")
         found = _parsed(cast(str, text))
-        if found is not None and found.devices == len(facts) and _holds(found, device, group, council):
+        known = found is not None and found.devices == len(facts)
+        if found is not None and known and _holds(found, device, group, council):
+            told(f"the devices are as they were measured before ({CACHE_VARIABLE}=0 measures anew)")
             return found
+    told(f"{seconds}: they are not as fast as they were before" if known else seconds)
     cluster = measure(graph, device, group, optimizers=optimizers, budget_s=budget_s, progress=progress)
     if folder is not None and (council.group is None or dist.get_rank(council.group) == 0):
         keep(folder, name, cluster.text())
@@ -276,11 +286,16 @@ def _holds(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | No
     rank = dist.get_rank(council.group) if council.group is not None else 0
     kind = next(kind for kind, (_, stop) in zip(cluster.kinds, cluster.spans, strict=True) if rank < stop)
     dtype = kind.flops_per_s[0][0]
-    council.gather()
-    now = dict(measure_speeds((dtype,), device, _LOOK_S).flops_per_s)[dtype]
-    off = council.slowest(max(now / kind.flops(dtype), kind.flops(dtype) / now))
-    if off > _SPEED_OFF or council.group is None:
-        return off <= _SPEED_OFF
+    for _ in range(_GLANCES):
+        council.gather()
+        now = dict(measure_speeds((dtype,), device, _LOOK_S).flops_per_s)[dtype]
+        off = council.slowest(max(now / kind.flops(dtype), kind.flops(dtype) / now))
+        if off <= _SPEED_OFF:
+            break
+    else:
+        return False
+    if council.group is None:
+        return True
     talkers = talkers_of(cluster, device, group, council)
     flat = torch.zeros(_LOOK_BYTES // 4, device=device)
 
@@ -288,6 +303,9 @@ def _holds(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | No
         return talkers.communicator.all_reduce(flat, what="a look at the links", algorithm="ring").wait()
 
     talk()
-    took = typical(council.mean([occurrence(talk, talkers)[1] for _ in range(_LOOKS)]))
     said = next(way for way in Network(cluster).ways("all_reduce") if way.implementation == "ring").seconds(_LOOK_BYTES)
-    return max(took / said, said / took) <= _LINK_OFF
+    for _ in range(_GLANCES):
+        took = typical(council.mean([occurrence(talk, talkers)[1] for _ in range(_LOOKS)]))
+        if max(took / said, said / took) <= _LINK_OFF:
+            return True
+    return False

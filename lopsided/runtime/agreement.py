@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.comm.world import World, share_plan
+from lopsided.comm.world import World, group_to_talk, share_plan
 from lopsided.errors import InputError, PlanError, WorldError
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Placement, Shares
@@ -26,11 +26,20 @@ from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, parse_plan, plan_text
 from lopsided.planner.planner import plan_rivals
+from lopsided.profiling.op_times import forward_flops, measure_speeds
 from lopsided.profiling.profile import measure_once
 from lopsided.runtime.differences import differences
+from lopsided.runtime.progress import Announcer
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""
+
+MEASURED_S, MEASURED_IF_SMALL_S = 20.0, 5.0
+"""How long devices are measured, unless the caller says it."""
+
+_SMALL_FLOPS = 1e10  # of a forward pass: about a second on a slow core
+
+_LOOK_S, _FAR_OFF = 0.05, 4.0  # a busy host may be half as fast for a moment
 
 
 def agreed_plans(
@@ -39,9 +48,9 @@ def agreed_plans(
     cluster: Cluster | str | Path | None,
     optimizer: str,
     device: torch.device,
-    measure_s: float,
+    measure_s: float | None,
     most: int,
-    progress: Callable[[str], None],
+    tell: Announcer,
 ) -> tuple[Plan, ...]:
     """Rank 0's plans, on every rank; refused unless they are for this graph. One that is given is the only one; else
     the best comes first, and at the most so many are made."""
@@ -54,14 +63,13 @@ def agreed_plans(
         )
     measured = None
     if plan is None and cluster is None:
-        progress("measuring the devices")
-        measured = measure_once(graph, device, optimizers=(optimizer,), budget_s=measure_s)
+        measured = _measured(graph, device, optimizer, measure_s, tell)
 
     def made() -> str:
         if plan is not None:
             plans: tuple[Plan, ...] = (plan if isinstance(plan, Plan) else load_plan(plan),)
         else:
-            progress("planning")
+            tell("planning")
             where = measured or (cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)))
             plans = plan_rivals(graph, where, most, optimizer=optimizer)
         if differs := differences(plans[0].graph, graph):
@@ -79,6 +87,48 @@ def agreed_plans(
             do="build the same model with the same batch shape on every rank",
         )
     return agreed
+
+
+def _measured(graph: Graph, device: torch.device, optimizer: str, measure_s: float | None, tell: Announcer) -> Cluster:
+    """The devices as they are now, or as they were found when this model was measured before."""
+    if measure_s is None:
+        measure_s = MEASURED_S if forward_flops(graph) > _SMALL_FLOPS else MEASURED_IF_SMALL_S
+    began_s = tell.seconds
+    found = measure_once(
+        graph,
+        device,
+        optimizers=(optimizer,),
+        budget_s=measure_s,
+        progress=tell.countdown("measuring", measure_s),
+        told=tell,
+    )
+    tell(f"{found.devices} devices known after {tell.seconds - began_s:.1f} s")
+    return found
+
+
+def strange_speeds(plan: Plan, world: World) -> str:
+    """What to say where devices are not as fast as the cluster says: it was made for others. All ranks call this.
+
+    A glance at one product each, so only what is far off is told.
+    """
+    kinds = [kind for kind in plan.on.kinds for _ in range(kind.devices)]
+    kind = kinds[world.order[world.place]] if world.takes_part else kinds[0]
+    dtype = kind.flops_per_s[0][0]
+    now = dict(measure_speeds((dtype,), world.device, _LOOK_S).flops_per_s)[dtype]
+    mine = (now, kind.flops(dtype), kind.name) if world.takes_part else None
+    heard = [mine] * world.size
+    dist.all_gather_object(heard, mine, group=group_to_talk())
+    off = [
+        f"rank {rank} does {now:.2g} flop/s, and {name} {said:.2g}"
+        for rank, (now, said, name) in ((rank, one) for rank, one in enumerate(heard) if one is not None)
+        if max(now / said, said / now) > _FAR_OFF
+    ]
+    if not off:
+        return ""
+    return (
+        f"the cluster {plan.cluster.name} does not describe these devices: {'; '.join(off[:4])}. The run is right, and "
+        "its shares are those of other devices. Leave cluster= out to have these measured"
+    )
 
 
 def from_first(make: Callable[[], str], group: dist.ProcessGroup | None = None, first: int = 0) -> str:

@@ -21,7 +21,7 @@ from lopsided.errors import InputError, shown
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.agreement import PLAN_VARIABLE
 
-MODULE = "torch.distributed.run"
+MODULE = "lopsided.runtime.torchrun"
 
 _PORT = 29500
 _ADDRESS = ("--master-addr", "--rdzv-endpoint")

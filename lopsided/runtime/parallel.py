@@ -32,6 +32,7 @@ from lopsided.capturing.tracer import surrounding_autocast
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.comm.communicator import Communicator
+from lopsided.comm.rank_mapping import strange_hardware
 from lopsided.comm.redistribute import Redistributor
 from lopsided.comm.watchdog import Watchdog
 from lopsided.comm.world import (
@@ -57,7 +58,7 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
 from lopsided.runtime import outputs, replicas
 from lopsided.runtime.adoption import Adopted, adopt, wrapped
-from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order
+from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order, strange_speeds
 from lopsided.runtime.autotune import quickest
 from lopsided.runtime.buffers import Buffers
 from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
@@ -72,6 +73,7 @@ from lopsided.runtime.parameter_hooks import ParameterHooks
 from lopsided.runtime.piece_tensors import plain
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.programs import CallProgram, Programs
+from lopsided.runtime.progress import Announcer, about_plan, shown
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.runtime.whole_model import save_whole
 from lopsided.schedule.lower import lower
@@ -97,13 +99,15 @@ def parallelize(
     check_capture: bool = True,
     on_nan: str = "stop",
     bucket_bytes: int | None = None,
-    measure_s: float = 20.0,
+    measure_s: float | None = None,
     tries: int = 1,
+    quiet: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Parallel:
     """`model` on the processes of this world, one a device, by `plan` (a file or a `Plan`).
 
-    Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s`. If `tries` is more
+    Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s` (20 s, or 5 for a
+    small model). What it does is shown on rank 0's terminal, unless `quiet`, and given to `progress`. If `tries` is
     than 1, so many are made, each is run for some steps on random numbers, and the quickest is taken. The batch is an
     example of the global batch, all devices together. A model built on `meta` is initialised
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
@@ -112,36 +116,46 @@ def parallelize(
     script decides. Gradients and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
     """
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
-    progress("capturing the model")
-    captured = capture_call(model, batch, loss_fn=loss_fn, needs_loss=False)
-    graph = captured.graph
-    if check_capture:
-        progress("comparing what was captured with the model")
-        skipped = from_first(lambda: check_captured(model, batch, loss_fn, captured) or _COMPARED)
-        if skipped != _COMPARED:
-            progress(f"what was captured is not compared with the model: {skipped}")
-    plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, progress)
-    chosen = quickest(plans, where, timeout_s=timeout_s, progress=progress)[0] if tries > 1 else plans[0]
-    world = meet(chosen, device=where)
-    check_same(
-        world,
-        {"the graph": graph.fingerprint, "the plan": digest_of(plan_text(chosen)), "torch": torch.__version__[:4]},
-    )
-    progress("cutting the parameters")
-    pm = Parallel(
-        model,
-        batch,
-        captured,
-        chosen,
-        world,
-        loss_fn=loss_fn,
-        init=init,
-        seed=int(share_plan(str(torch.initial_seed() if seed is None else seed))) % 2**62,
-        timeout_s=timeout_s,
-        check_every=check_every,
-        on_nan=on_nan,
-        bucket_bytes=bucket_bytes,
-    )
+    is_first = dist.get_rank() == 0
+    tell = Announcer(progress, logs=is_first)
+    with shown(quiet=quiet, is_first=is_first):
+        tell("capturing the model")
+        captured = capture_call(model, batch, loss_fn=loss_fn, needs_loss=False)
+        graph = captured.graph
+        elements = sum(leaf.value.elements for leaf in graph.parameters)
+        tell(f"captured {len(graph.nodes):,} calls and {elements:,} parameters in {tell.seconds:.1f} s")
+        if check_capture:
+            tell("comparing what was captured with the model")
+            skipped = from_first(lambda: check_captured(model, batch, loss_fn, captured) or _COMPARED)
+            if skipped != _COMPARED:
+                tell(f"what was captured is not compared with the model: {skipped}")
+        plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell)
+        chosen = quickest(plans, where, timeout_s=timeout_s, progress=tell)[0] if tries > 1 else plans[0]
+        world = meet(chosen, device=where)
+        check_same(
+            world,
+            {"the graph": graph.fingerprint, "the plan": digest_of(plan_text(chosen)), "torch": torch.__version__[:4]},
+        )
+        if doubt := strange_hardware(world.told, chosen.cluster) or (strange_speeds(chosen, world) if cluster else ""):
+            tell.warn(doubt)
+        for line in about_plan(chosen):
+            tell(line)
+        tell("cutting the parameters")
+        pm = Parallel(
+            model,
+            batch,
+            captured,
+            chosen,
+            world,
+            loss_fn=loss_fn,
+            init=init,
+            seed=int(share_plan(str(torch.initial_seed() if seed is None else seed))) % 2**62,
+            timeout_s=timeout_s,
+            check_every=check_every,
+            on_nan=on_nan,
+            bucket_bytes=bucket_bytes,
+        )
+        tell(f"ready after {tell.seconds:.1f} s")
     if path := os.environ.get(RECORD_VARIABLE):
         pm.record(path)
     return pm

@@ -55,8 +55,9 @@ def train(
     steps: int = SKIPPED + TIMED + RECORDED,
     report: str | Path | None = None,
     record: bool = False,
-    measure_s: float = 20.0,
+    measure_s: float | None = None,
     tries: int = 1,
+    quiet: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Trained:
     """Train for so many steps; with `report` (a file) or `record`, time and record the last of them.
@@ -77,6 +78,7 @@ def train(
         measure_s=measure_s,
         tries=tries,
         seed=_SEED,
+        quiet=quiet,
         progress=progress,
     )
     planned = pm.plan.optimizer

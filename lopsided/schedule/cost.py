@@ -135,6 +135,7 @@ class Scale:
         self._spans = cluster.spans
         self._whole = (1.0,) * len(self._spans)
         self._fractions: dict[Cut, tuple[float, ...]] = {}
+        self._expected: dict[str, tuple[float, ...]] = {}
         self._largest: dict[tuple[Cut, ...], float] = {(): 1.0}
 
     def fractions(self, cut: Cut | None) -> tuple[float, ...]:
@@ -153,8 +154,11 @@ class Scale:
         """The same before lengths are rounded to units: the largest share of each kind."""
         if cut is None:
             return self._whole
-        shares = self.shares.of(cut[0])
-        return tuple(max(shares[start:stop]) for start, stop in self._spans)
+        found = self._expected.get(cut[0])
+        if found is None:
+            shares = self.shares.of(cut[0])
+            found = self._expected[cut[0]] = tuple(max(shares[start:stop]) for start, stop in self._spans)
+        return found
 
     def largest(self, cuts: tuple[Cut, ...]) -> float:
         """Devices × the largest fraction any device has: 1 for equal pieces, n if one device has everything."""

@@ -133,8 +133,7 @@ def run(priced: PricedStep, network: Network, scale: Scale, *, events: bool = Fa
     backward = max(lanes.now) - forward
     computed = lanes.computed
     lanes.computed = [0.0] * len(computed)
-    for item in priced.updates:
-        lanes.compute(item)
+    lanes.compute(priced.updates)
     end = max(lanes.now)
     kinds = scale.cluster.kinds
     return Timeline(
@@ -184,41 +183,68 @@ class _Lanes:
         self.passed = 0  # so many of them are over for all,
         self.over = [0] * len(self.kinds)  # and for each
         self.blocking = self.hiding = 0.0
-        self._computing: dict[tuple[int, object], tuple[float, ...]] = {}
+        self._computing: dict[tuple[tuple[int, object], ...], tuple[float, ...]] = {}
         self._sending: dict[tuple[str, float, float], float] = {}
 
     def run(self, items: Sequence[Item]) -> None:
         """One pass, forward or backward."""
+        stretch: list[Computed] = []  # what is computed without a break
         for item in items:
             if isinstance(item, Compute):
                 if (computed := self.items.get(item.id)) is not None:
-                    self.compute(computed)
-            elif isinstance(item, Redistribute):
+                    stretch.append(computed)
+                continue
+            if isinstance(item, Recompute) or (
+                isinstance(item, Redistribute)
+                and item.bucket not in self.gathers
+                and (item.bucket or not item.transfer)
+            ):
+                continue
+            self.compute(stretch)
+            stretch = []
+            if isinstance(item, Redistribute):
                 if item.bucket in self.gathers:
                     self.wait_for(self.gathers[item.bucket])
-                elif not item.bucket and item.transfer is not None:
+                elif item.transfer is not None:
                     self.block(item.id, item.transfer)
             elif isinstance(item, Exchange):
                 self.block(item.id, item.transfer)
-            elif not isinstance(item, Recompute):
+            else:
                 self.send(item)
+        self.compute(stretch)
 
-    def compute(self, item: Computed) -> None:
-        key = (id(item.seconds), item.cut)
+    def compute(self, stretch: Sequence[Computed]) -> None:
+        """What is computed without a break: as one, unless somebody wants to see each."""
+        if self.events is None:
+            if stretch:
+                self._compute_for(self._taken(stretch))
+            return
+        for item in stretch:
+            before = self.now
+            self._compute_for(self._taken([item]))
+            what = f"∂{item.node}" if item.backward else item.node
+            for kind, start, end in zip(self.kinds, before, self.now, strict=True):
+                self.events.append(Event(kind, what, start, end, id=item.id))
+
+    def _taken(self, stretch: Sequence[Computed]) -> tuple[float, ...]:
+        """Seconds of each kind, undisturbed. Layers are alike, and added up once."""
+        key = tuple((id(item.seconds), item.cut) for item in stretch)
         seconds = self._computing.get(key)
         if seconds is None:
-            fractions = self.scale.fractions(item.cut)
-            seconds = tuple(affine.at(f) for affine, f in zip(item.seconds, fractions, strict=True))
+            if len(stretch) == 1:
+                fractions = self.scale.fractions(stretch[0].cut)
+                seconds = tuple(affine.at(f) for affine, f in zip(stretch[0].seconds, fractions, strict=True))
+            else:
+                seconds = tuple(map(sum, zip(*(self._taken([item]) for item in stretch), strict=True)))
             self._computing[key] = seconds
+        return seconds
+
+    def _compute_for(self, seconds: Sequence[float]) -> None:
         if self.undisturbed:
             ends = [start + taken for start, taken in zip(self.now, seconds, strict=True)]
         else:
             both = enumerate(zip(self.now, seconds, strict=True))
             ends = [self._computed(k, start, taken) for k, (start, taken) in both]
-        if self.events is not None:
-            what = f"∂{item.node}" if item.backward else item.node
-            for kind, start, end in zip(self.kinds, self.now, ends, strict=True):
-                self.events.append(Event(kind, what, start, end, id=item.id))
         self.computed = [c + end - start for c, start, end in zip(self.computed, self.now, ends, strict=True)]
         self.now = ends
 
@@ -298,20 +324,22 @@ class _Lanes:
         return taken
 
     def stand_still(self, until: float) -> None:
+        earliest = min(self.now)
+        if earliest >= until:
+            return
+        hiding: list[tuple[float, float]] = []  # when the network was busy meanwhile
+        for one in reversed(self.hiding_ones):
+            if one.end <= earliest:
+                break
+            hiding.append((one.start, min(one.end, until)))
         for k, now in enumerate(self.now):
             if now < until:
-                exposed = self._hiding_between(now, until)
+                exposed = 0.0
+                for start, end in hiding:
+                    exposed += max(end - max(start, now), 0.0)
                 self.exposed[k] += exposed
                 self.waiting[k] += until - now - exposed
                 self.now[k] = until
-
-    def _hiding_between(self, start: float, stop: float) -> float:
-        total = 0.0
-        for one in reversed(self.hiding_ones):
-            if one.end <= start:
-                break
-            total += max(min(one.end, stop) - max(one.start, start), 0.0)
-        return total
 
     def note(
         self, name: str, what: str, start: float, end: float, collective: str, size: int, largest: float, *, hides: bool

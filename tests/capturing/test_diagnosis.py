@@ -100,10 +100,10 @@ class DependsOnData(nn.Module):
             h = h * 2
         if self.how == "size":
             h = h[: int(x.argmax().item())]  # size
-        if self.how == "mask":
-            h = h[x > 0]  # mask
-        if self.how == "nonzero":
-            h = h[x[:, 0].nonzero()]  # nonzero
+        if self.how == "unique":
+            h = h[x.argmax(-1).unique()]  # unique
+        if self.how == "two masks":
+            h = h[x[:, 0] > 0] - h[x[:, 0] <= 0]  # two masks
         if self.how == "float":
             h = h * float(x.sum())  # float
         if self.how == "loop":
@@ -112,13 +112,72 @@ class DependsOnData(nn.Module):
         return h.sum()
 
 
-@pytest.mark.parametrize("how", ["branch", "size", "mask", "nonzero", "float", "loop"])
+@pytest.mark.parametrize("how", ["branch", "size", "unique", "two masks", "float", "loop"])
 def test_what_depends_on_data_is_refused_with_the_line(how: str) -> None:
     error = refused(DependsOnData(how), {"x": example()})
     lines = Path(__file__).read_text().splitlines()
     line = next(k for k, text in enumerate(lines, 1) if text.endswith(f"# {how}"))
     assert f"test_diagnosis.py:{line}" in error.where, error
-    assert re.search(r"torch\.where|keep it a tensor", error.do), error
+    assert re.search(r"torch\.where|keep it a tensor|use a table", error.do), error
+
+
+def by_assert(m: Any, x: Tensor) -> Tensor:
+    assert (x.abs() < 100).all()
+    return m.lin(x).sum()
+
+
+def by_while(m: Any, x: Tensor) -> Tensor:
+    while x.norm() > 1:
+        x = x / 2
+    return m.lin(x).sum()
+
+
+def by_if(m: Any, x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        x = x * 2
+    return m.lin(x).sum()
+
+
+def by_size(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x[: int(x.argmax())]).sum()
+
+
+def by_format(m: Any, x: Tensor) -> Tensor:
+    _ = f"{x.sum():.3f}"
+    return m.lin(x).sum()
+
+
+def by_numpy(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x).sum() * float(x.detach().numpy().mean())
+
+
+def fails(m: Any, x: Tensor) -> Tensor:
+    raise KeyError("mask")
+
+
+def fails_traced(m: Any, x: Tensor) -> Tensor:
+    if type(x) is not Tensor:
+        raise KeyError("cache")
+    return m.lin(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("forward", "what", "do"),
+    [
+        (by_assert, "asserts something", "take the assert out"),
+        (by_while, "repeats something", "a fixed number of times"),
+        (by_if, "branches in Python", "compute both ways"),
+        (by_size, "needs a whole number", "as a Python integer"),
+        (by_format, "prints or formats", "print it outside"),
+        (by_numpy, "leaves torch for numpy", "write it with torch"),
+        (fails, "does not run on this batch", "make one step of the model alone run"),
+        (fails_traced, "runs on this batch, and not while it is traced", "write that line with torch"),
+    ],
+)
+def test_causes_are_told_apart(forward: Forward, what: str, do: str) -> None:
+    error = refused(ByHand(forward), {"x": example()})
+    assert what in error.what
+    assert do in error.do
 
 
 def test_a_model_without_a_scalar_is_refused() -> None:
@@ -143,7 +202,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
 def test_a_shape_that_does_not_fit_is_refused_with_the_line() -> None:
     error = refused(ByHand(lambda m, x: (m.lin(x) @ x).sum()), {"x": example()})
     assert "test_diagnosis.py" in error.where
-    assert "[4, 6] X [4, 6]" in error.facts["cause"]
+    assert "4x6 and 4x6" in error.facts["cause"]
 
 
 def test_writing_into_a_parameter_is_refused() -> None:

@@ -105,7 +105,15 @@ def test_the_run_takes_the_place_of_the_command(here: Path, monkeypatch: pytest.
     monkeypatch.setattr("os.execv", lambda path, line: became.append(line))
     monkeypatch.setenv("LOPSIDED_PLAN", "another")
     assert lopsided("run", "one.json", "train.py", "a b").exit_code == 0
-    assert became[0][1:] == ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py", "a b"]
+    assert became[0][1:] == [
+        "-m",
+        "lopsided.runtime.torchrun",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "train.py",
+        "a b",
+    ]
     assert os.environ["LOPSIDED_PLAN"] == str(here.resolve() / "one.json")
 
 

@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lopsided.comm.watchdog import Failure, Position, Watchdog, _within, blame, reason_of
+from lopsided.comm.uncaught import within
+from lopsided.comm.watchdog import Failure, Position, Watchdog, blame, reason_of
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, default_store, side_group
 from lopsided.errors import LopsidedError, WorldError
@@ -160,7 +161,7 @@ def hear_and_lose_the_store() -> str:
         watch._fail(Failure(0, "rank 0 failed: no disk"), watch._asks)
         watch._stay("seen", 10.0)
         os.kill(os.getpid(), signal.SIGKILL)
-    while _within(1.0, lambda: watch._asks.check(["failed"])) is not None:
+    while within(1.0, lambda: watch._asks.check(["failed"])) is not None:
         time.sleep(0.05)
     return watch.explain(RuntimeError("x"), "all_reduce of %w").what
 

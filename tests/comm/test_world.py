@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lopsided.cluster.cluster import Cluster, Kind, parts, single_devices
 from lopsided.cluster.cluster_file import load_cluster
-from lopsided.comm.rank_mapping import RankInfo, devices_in, find_seats, model_of, torchrun_line
+from lopsided.comm.rank_mapping import RankInfo, devices_in, find_seats, model_of, strange_hardware, torchrun_line
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, begin, check_same, group_of, meet, share_plan, side_group
 from lopsided.errors import WorldError
@@ -131,6 +131,15 @@ def test_a_part_whose_names_are_counted_anew() -> None:
 def test_models() -> None:
     names = ("NVIDIA GeForce RTX 4070 Ti", "NVIDIA L4", "Tesla V100-SXM2-32GB", "rtx2080ti", "cpu", "worker-2", "gpu0")
     assert [model_of(name) for name in names] == ["4070ti", "l4", "v100", "2080ti", "", "", ""]
+
+
+def test_a_plan_for_gpus_on_processors_is_said_to_be_one() -> None:
+    preset = cluster(kind("rtx3090", "x"), kind("rtx3060", "y"), name="two")
+    assert "cluster two with rtx3090, rtx3060, and 2 of 2 processes have no GPU" in strange_hardware(
+        cpus("h", "h"), preset
+    )
+    assert not strange_hardware(cpus("h", "h"), cluster(kind("a", "x"), kind("b", "y")))
+    assert not strange_hardware(cpus("h"), cluster(kind("rtx3090", "x"), kind("host", "y")))  # of which one is none
 
 
 # Refusals
