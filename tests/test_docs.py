@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [ROOT / "docs" / "tour.py", *sorted((ROOT / "examples").glob("*.py"))]
 
-NEEDED = {"06_trainer.py": ["accelerate"], "07_lightning.py": ["lightning"]}
+NEEDED = {"06_trainer.py": ["accelerate"], "07_lightning.py": ["lightning"], "08_lora.py": ["peft"]}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

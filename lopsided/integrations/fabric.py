@@ -3,9 +3,9 @@
 In: a script for `lightning.fabric.Fabric`, an example of the batch, and a plan, a cluster, or neither. Out: losses and
 checkpoints of one device with the global batch.
 
-    from lopsided.integrations.fabric import LopsidedStrategy
+    from lopsided.integrations.fabric import FabricStrategy
 
-    fabric = Fabric(strategy=LopsidedStrategy(batch=batch, plan="plan.json"), accelerator=..., devices=...)
+    fabric = Fabric(strategy=FabricStrategy(batch=batch, plan="plan.json"), accelerator=..., devices=...)
 
 The global batch is the loader's batch size times the number of processes. Where the model, or `loss_fn`, makes the
 loss, each process loads the rows that the plan gives it; where the script makes it, every process loads whole batches.
@@ -42,7 +42,7 @@ class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
         return module.no_sync() if enabled and isinstance(module, Parallel) else nullcontext()
 
 
-class LopsidedStrategy(DDPStrategy):  # type: ignore[misc]
+class FabricStrategy(DDPStrategy):  # type: ignore[misc]
     """`batch` is an example of the global batch, as the model is called with it. `plan`, `cluster`, or neither: the
     devices are measured. `loss_fn` and what stands in `parallel` are arguments of `lopsided.parallelize`."""
 

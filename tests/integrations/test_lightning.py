@@ -178,7 +178,7 @@ def fabricated(
     """The usual loop of Fabric, with accumulation, clipping and a checkpoint in the middle."""
     from lightning.fabric import Fabric
 
-    from lopsided.integrations.fabric import LopsidedStrategy
+    from lopsided.integrations.fabric import FabricStrategy
 
     model = classifier()
     each, strategy = BATCH, {}
@@ -186,7 +186,7 @@ def fabricated(
         os.environ["TORCHELASTIC_RUN_ID"] = "tests"
         whole = next(iter(DataLoader(samples(BATCH), batch_size=BATCH)))
         batch = {"x": whole["x"]} if outside else whole
-        each, strategy = BATCH // 3, {"strategy": LopsidedStrategy(batch, plan_for(classifier(), batch, *plan))}
+        each, strategy = BATCH // 3, {"strategy": FabricStrategy(batch, plan_for(classifier(), batch, *plan))}
     fabric = Fabric(accelerator="cpu", devices=1 if plan is None else 3, **strategy)
     fabric.launch()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
