@@ -167,6 +167,11 @@ def in_group_order(plan: Plan, world: World) -> Shares:
     )
 
 
+def kinds_in_group_order(plan: Plan, world: World) -> tuple[int, ...]:
+    """The numbers of the kinds of the ranks that take part."""
+    return tuple(plan.kind_numbers[device] for device in world.order)
+
+
 def _cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:
     values = program.graph.values
     for name, placement in program.leaves:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -73,11 +72,10 @@ def watch_optimizers(pm: Cut) -> None:
         _watching = True
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if torch.compiler.is_compiling():
-        return None
     if optimizer not in _holds:
         adopt_parameters(optimizer)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -88,33 +86,44 @@ def _check(
         for pm in found:
             own = dict(pm.named_parameters())
             _check_with(optimizer, pm, {id(own[name]): name for name in own if _is_in_pieces(pm.pieces.get(name))})
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # behind the optimizer itself
-    if not callable(closure):
+    if not any(map(callable, (*args, *kwargs.values()))):
         _begin(optimizer)
         return None
-    # Forward and backward are in there, and perhaps clipping: none of that is the optimizer's own step.
-    around = partial(_run_closure, optimizer, closure)
-    return ((args[0], around, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": around})
-
-
-def _run_closure(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    step_ends()
-    found = closure()
-    _begin(optimizer)
-    return found
+    _begin_own(optimizer)
+    return tuple(_outside(optimizer, arg) for arg in args), {k: _outside(optimizer, v) for k, v in kwargs.items()}
 
 
 def _begin(optimizer: Optimizer) -> None:
+    """Gradients are complete, and what follows is the optimizer's own."""
     for pm in _holds[optimizer]:
         pm.before_step(optimizer)
-    step_begins(optimizer in _elementwise)
+    _begin_own(optimizer)
 
 
+def _begin_own(optimizer: Optimizer) -> None:
+    step_begins(optimizer in _elementwise, (p for group in optimizer.param_groups for p in group["params"]))
+
+
+def _outside(optimizer: Optimizer, given: Any) -> Any:
+    """A closure is the script's, in the midst of a step: norms that it takes are of the whole, and gradients are
+    complete when it returns."""
+    if not callable(given):
+        return given
+
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        step_ends()
+        found = given(*args, **kwargs)
+        _begin(optimizer)
+        return found
+
+    return closure
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _tell(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     step_ends()
-    if not torch.compiler.is_compiling():
-        for pm in _holds.get(optimizer, ()):
-            pm.after_step(optimizer)
+    for pm in _holds.get(optimizer, ()):
+        pm.after_step(optimizer)
 
 
 def _is_in_pieces(piece: Piece | None) -> bool:

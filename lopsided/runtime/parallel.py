@@ -58,7 +58,14 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
 from lopsided.runtime import outputs, replicas
 from lopsided.runtime.adoption import Adopted, adopt, wrapped
-from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order, strange_speeds
+from lopsided.runtime.agreement import (
+    agreed_plans,
+    digest_of,
+    from_first,
+    in_group_order,
+    kinds_in_group_order,
+    strange_speeds,
+)
 from lopsided.runtime.autotune import quickest
 from lopsided.runtime.buffers import Buffers
 from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
@@ -70,13 +77,14 @@ from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.parameter_hooks import ParameterHooks
-from lopsided.runtime.piece_tensors import plain
+from lopsided.runtime.piece_tensors import plain, step_ends
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.programs import CallProgram, Programs
 from lopsided.runtime.progress import Announcer, about_plan, shown
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.runtime.whole_model import save_whole
 from lopsided.schedule.lower import lower
+from lopsided.schedule.regions import reruns_in
 
 _COMPARED = "compared"
 CHECK_EVERY = 100
@@ -387,7 +395,8 @@ class Parallel(nn.Module):
     def _step(self, given: Given, wire: Communicator) -> tuple[CallProgram, Ran, RowCut | None]:
         self._begin_step()
         wire.recorder = self.recording.noting if self.recording is not None and self.training else None
-        cut = self._inputs.cut_of(self._handed_out, given.tensors)
+        handed_out = self._handed_out.of(given.tensors.values())
+        cut = self._inputs.cut_of(handed_out, given.tensors)
         signature = self._signature(given, cut)
         found = self._find(signature)
         if found is None:
@@ -400,7 +409,7 @@ class Parallel(nn.Module):
             self._forwards,
             f"{signature.autocast or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}, "
             f"{signature.mode.count(0)} modules in evaluation, {found.reads.values() if found else 'anew'}",
-            told + str(self._handed_out),
+            told + str(handed_out),
             training=self.training,
             sync=self._syncing,
         )
@@ -464,14 +473,18 @@ class Parallel(nn.Module):
         return self._constant_tensors[id(leaf)]
 
     def _compiled(self, program: Program, outputs: tuple[str, ...]) -> Executor:
+        # A batch of another shape may have another graph.
+        reruns = tuple(reruns_in(program.graph, self._decisions.reruns))
+        kinds = kinds_in_group_order(self.plan, self.world)
         return Executor(
-            lower(program, self._decisions),
+            lower(program, replace(self._decisions, reruns=reruns)),
             self._exchange,
             self._gradients,
             self.randomness,
             self._adopted.by_name,
             self.world.device,
             outputs,
+            kinds[self.world.place] if self.world.takes_part else 0,
         )
 
     def _find(self, signature: Signature) -> CallProgram | None:
@@ -612,6 +625,7 @@ class Parallel(nn.Module):
     # Ranks whose device the plan does not use
 
     def _begin_step(self) -> None:
+        step_ends()  # of an optimizer whose step has failed
         self._last_loss.check()
         self._adopted.check(self.world.device, self._here())
         self._forwards += 1
