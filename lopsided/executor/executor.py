@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Layout, Redistributor
+from lopsided.executor.compiled import compiled_parts
 from lopsided.executor.gradients import GradientBucket, Gradients, Synced
 from lopsided.executor.instructions import (
     BeginBackward,
@@ -47,6 +48,7 @@ from lopsided.schedule.schedule import (
     Redistribute,
     ReduceBucket,
     Schedule,
+    Stretch,
     nodes_of,
 )
 
@@ -174,9 +176,34 @@ class _Compiler:
         self.freed = [copy for i in made if isinstance(i, RunNode) for copy in i.again]
         for instruction in made:
             if isinstance(instruction, RunNode):
-                instruction.saves_copies = not {*self.freed}.isdisjoint(instruction.operands)
+                reads_freed = not {*self.freed}.isdisjoint(instruction.operands)
+                instruction.saves_copies = reads_freed or bool(instruction.again)
+        made, regions = self._in_stretches(made, regions)
         self._free(made, self._ends())
         return list(self._in_regions(made, regions))
+
+    def _in_stretches(self, made: Sequence[Instruction], regions: Sequence[str]) -> tuple[list[Instruction], list[str]]:
+        """With the nodes of a stretch, which follow each other, as few functions."""
+        stretch_of = {n: item.id for item in self.schedule.forward if isinstance(item, Stretch) for n in item.nodes}
+        if not stretch_of:
+            return list(made), list(regions)
+        needed, ends = _needed_after(made), self._ends()
+        found: list[Instruction] = []
+        of_found: list[str] = []
+        keys = [stretch_of.get(i.node.name, "") if isinstance(i, RunNode) else "" for i in made]
+        for key, group in itertools.groupby(range(len(made)), key=keys.__getitem__):
+            numbers = list(group)
+            nodes = [made[k] for k in numbers]
+            parts: Iterable[Instruction] = nodes
+            if key:
+                runs = [node for node in nodes if isinstance(node, RunNode)]
+                parts = compiled_parts(runs, self.values, self.random, self.context, needed[numbers[-1]] | ends)
+            for part in parts:
+                found.append(part)
+                of_found.append(regions[numbers[0]] if key else "")
+            if not key:
+                of_found[-len(numbers) :] = [regions[k] for k in numbers]
+        return found, of_found
 
     def _instruction(self, item: Item) -> Instruction | None:
         if isinstance(item, Compute):
@@ -218,15 +245,17 @@ class _Compiler:
         step = self.schedule.steps[item.node]
         node = step.node
         call = Call(node, tuple(self.values[name] for name in node.operands))
+        op = LocalOp(call, step.rule, self.exchange, self.random, self.device)
         context = node.context if replace(node.context, recompute=0) != self.context else None
         return RunNode(
             node,
-            LocalOp(call, step.rule, self.exchange, self.random, self.device).run,
+            op.run,
             tuple(self.slots[key] for key in zip(node.operands, step.rule.needs, strict=True)),
             tuple(self.slot(value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True)),
             tuple(value.grad for value in node.results),
             context,
             tuple(self.slots[copy] for copy in self.before.get(node.name, ())),
+            kernel=op.kernel,
         )
 
     def gathers(self, items: Sequence[Item]) -> Gathers:

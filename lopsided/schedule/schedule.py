@@ -10,6 +10,7 @@ again.
     GatherBucket    parameters on their way to copies, started here, each waited for where it is taken
     ReduceBucket    gradients on their way to stored pieces, sent here, waited for by the optimizer
     Recompute       the forward items that the backward pass runs again from here on
+    Stretch         the nodes that run from here on as one function
     Update          the optimizer updates a parameter
 
 An item's `id` is a function of the program alone, so it is the same on every device and in every run: what a run
@@ -57,6 +58,7 @@ class Decisions:
     regather: bool = False  # gathered copies are freed after their forward use and gathered again for the backward pass
     recompute: bool = True  # the regions that the model checkpoints run again; otherwise they keep what they save
     overlap: bool = True  # buckets travel behind computing; otherwise everyone waits for them
+    stretch: int = 0  # at most so many nodes, between two communications, run as one function; 0: each by itself
 
     def __str__(self) -> str:
         return " ".join(f"{field.name}={int(getattr(self, field.name))}" for field in fields(self))
@@ -155,6 +157,14 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """From here on these nodes run as one function, forward and backward, with nothing sent in between."""
+
+    id: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """The optimizer updates what this device stores of a parameter."""
 
@@ -163,7 +173,7 @@ class Update:
     placement: Placement
 
 
-Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute
+Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute | Stretch
 
 
 @dataclass(frozen=True)
@@ -277,7 +287,7 @@ def _line(item: Item | Update) -> str:
     if isinstance(item, Bucket):
         hides = "" if item.hides else " waited for"
         return f"{item.id} = {item.collective} {item.dtype} {', '.join(item.members)}{hides}"
-    if isinstance(item, Recompute):
+    if isinstance(item, Recompute | Stretch):
         return f"{item.id} = {', '.join(item.nodes)}"
     if isinstance(item, Update):
         return f"update {item.parameter} {item.placement}"
@@ -291,7 +301,7 @@ _RUN = re.compile(r"(run|again|back) (\S+)")
 _EXCHANGE = re.compile(r"exchange (run|again|back) (\S+) #(\d+)")
 _CONVERT = re.compile(r"(?:convert|take|give) ((∂?)(\S+) (\S+)→(\S+?)( again)?)(?: by (\S+))?")
 _BUCKET = re.compile(r"((gather|reduce)\.\d+) = (\w+) (\w+) (.+?)( waited for)?")
-_RECOMPUTE = re.compile(r"(recompute\.\d+) = (.+)")
+_NODES = re.compile(r"((recompute|stretch)\.\S+) = (.+)")
 _UPDATE = re.compile(r"update (\S+) (\S+)")
 _PHASES: Mapping[str, Phase] = {"run": "forward", "again": "again", "back": "backward"}
 
@@ -342,8 +352,8 @@ class _Parser:
             return kind(
                 match[1], tuple(match[5].split(", ")), (Transfer("", match[3], 0, dtype=match[4]),), not match[6]
             )
-        if match := _RECOMPUTE.fullmatch(line):
-            return Recompute(match[1], tuple(match[2].split(", ")))
+        if match := _NODES.fullmatch(line):
+            return (Recompute if match[2] == "recompute" else Stretch)(match[1], tuple(match[3].split(", ")))
         return None
 
     def _exchange(self, match: re.Match[str], where: str) -> Exchange:
