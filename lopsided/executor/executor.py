@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Layout, Redistributor
-from lopsided.executor.compiled import compiled_parts
+from lopsided.executor.compiled import StretchSurroundings, compiled_parts
 from lopsided.executor.gradients import GradientBucket, Gradients, Synced
 from lopsided.executor.instructions import (
     BeginBackward,
@@ -36,6 +36,7 @@ from lopsided.executor.instructions import (
 from lopsided.executor.local_op import AnyRandomness, LocalOp
 from lopsided.executor.prefetch import CopyBucket, GatheredCopy, Gathers
 from lopsided.executor.randomness import streams_of
+from lopsided.executor.spared import spared
 from lopsided.ir.graph import Context
 from lopsided.ir.op_call import surroundings
 from lopsided.ir.placement import Placement
@@ -45,6 +46,7 @@ from lopsided.schedule.schedule import (
     Compute,
     GatherBucket,
     Item,
+    Recompute,
     Redistribute,
     ReduceBucket,
     Schedule,
@@ -65,7 +67,10 @@ class Ran:
 
 
 class Executor:
-    """The instructions of a schedule on one device. `outputs` are values that are handed out, as they are placed."""
+    """The instructions of a schedule on one device. `outputs` are values that are handed out, as they are placed.
+
+    `kind` is the number of the device's kind: some regions run again on some kinds only.
+    """
 
     def __init__(
         self,
@@ -76,8 +81,9 @@ class Executor:
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
         outputs: Sequence[str] = (),
+        kind: int = 0,
     ) -> None:
-        compiler = _Compiler(schedule, exchange, gradients, random, parameters, device, outputs)
+        compiler = _Compiler(schedule, exchange, gradients, random, parameters, device, outputs, kind)
         program = schedule.program
         self.schedule, self.exchange, self.random = schedule, exchange, random
         self.instructions = compiler.instructions()
@@ -123,7 +129,9 @@ class _Compiler:
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
         outputs: Sequence[str],
+        kind: int,
     ) -> None:
+        self.kind = kind
         self.schedule, self.program, self.exchange = schedule, schedule.program, exchange
         self.gradients, self.random, self.parameters, self.device = gradients, random, parameters, device
         self.values = self.program.graph.values
@@ -150,8 +158,10 @@ class _Compiler:
         """For each node the copies that are gathered again right before its backward pass."""
         found: dict[str, list[tuple[str, Placement]]] = {}
         waiting: list[tuple[str, Placement]] = []
+        runs_again = False  # a region, which takes its copies itself
         for item in self.schedule.backward:
-            if isinstance(item, Redistribute) and item.phase == "again":
+            runs_again = isinstance(item, Recompute) or (runs_again and getattr(item, "phase", "again") == "again")
+            if isinstance(item, Redistribute) and item.phase == "again" and not runs_again:
                 waiting.append((item.value, item.to))
             elif isinstance(item, Compute):
                 if item.phase == "backward" and waiting:
@@ -172,7 +182,7 @@ class _Compiler:
             instruction = self._instruction(item)
             if instruction is not None:
                 made.append(instruction)
-                regions.append(self.schedule.recomputed.get(node, ""))
+                regions.append(self._region(node))
         self.freed = [copy for i in made if isinstance(i, RunNode) for copy in i.again]
         for instruction in made:
             if isinstance(instruction, RunNode):
@@ -183,27 +193,29 @@ class _Compiler:
         return list(self._in_regions(made, regions))
 
     def _in_stretches(self, made: Sequence[Instruction], regions: Sequence[str]) -> tuple[list[Instruction], list[str]]:
-        """With the nodes of a stretch, which follow each other, as few functions."""
+        """With the nodes of a stretch, which follow each other, in as few functions as can be."""
         stretch_of = {n: item.id for item in self.schedule.forward if isinstance(item, Stretch) for n in item.nodes}
         if not stretch_of:
             return list(made), list(regions)
+        copies = frozenset(slot for (name, _), slot in self.slots.items() if name in self.targets)
+        around = StretchSurroundings(self.values, self.random, self.context, copies)
         needed, ends = _needed_after(made), self._ends()
-        found: list[Instruction] = []
-        of_found: list[str] = []
-        keys = [stretch_of.get(i.node.name, "") if isinstance(i, RunNode) else "" for i in made]
-        for key, group in itertools.groupby(range(len(made)), key=keys.__getitem__):
+        found: list[tuple[Instruction, str]] = []
+        stretches = [stretch_of.get(i.node.name, "") if isinstance(i, RunNode) else "" for i in made]
+        for stretch, group in itertools.groupby(range(len(made)), key=stretches.__getitem__):
             numbers = list(group)
-            nodes = [made[k] for k in numbers]
-            parts: Iterable[Instruction] = nodes
-            if key:
-                runs = [node for node in nodes if isinstance(node, RunNode)]
-                parts = compiled_parts(runs, self.values, self.random, self.context, needed[numbers[-1]] | ends)
-            for part in parts:
-                found.append(part)
-                of_found.append(regions[numbers[0]] if key else "")
-            if not key:
-                of_found[-len(numbers) :] = [regions[k] for k in numbers]
-        return found, of_found
+            if not stretch:
+                found += [(made[k], regions[k]) for k in numbers]
+                continue
+            nodes = [node for node in (made[k] for k in numbers) if isinstance(node, RunNode)]
+            parts = compiled_parts(nodes, around, needed[numbers[-1]] | ends)
+            found += [(part, regions[numbers[0]]) for part in parts]
+        return [part for part, _ in found], [region for _, region in found]
+
+    def _region(self, node: str) -> str:
+        """The region in which a node runs again on this device, or none."""
+        name = self.schedule.recomputed.get(node, "")
+        return name if name and self.schedule.regions[name].runs_on(self.kind) else ""
 
     def _instruction(self, item: Item) -> Instruction | None:
         if isinstance(item, Compute):
@@ -316,12 +328,19 @@ class _Compiler:
             yield Region(
                 self.random,
                 self.context,
-                inside,
+                [self._in_region(instruction, region) for instruction in inside],
                 tuple(s for s in reads if s not in leaves),
                 tuple(s for s in reads if s in leaves),
                 tuple(s for s in written if s in later),
                 free=tuple(s for s in freed if s not in written),
             )
+
+    def _in_region(self, instruction: Instruction, region: str) -> Instruction:
+        if not isinstance(instruction, RunNode) or instruction.node.name in self.schedule.again:
+            return instruction
+        keeps = instruction.node.name in self.schedule.regions[region].kept
+        trained = [self.values[name].grad for name in instruction.node.operands]
+        return spared(instruction, keeps=keeps, trained=trained)
 
     def _ends(self) -> set[int]:
         """The slots that are asked for after the forward pass."""

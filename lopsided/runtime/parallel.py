@@ -58,7 +58,15 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
 from lopsided.runtime import outputs, replicas
 from lopsided.runtime.adoption import Adopted, adopt, wrapped
-from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order, strange_speeds
+from lopsided.runtime.agreement import (
+    agreed_plans,
+    compiled_where_wanted,
+    digest_of,
+    from_first,
+    in_group_order,
+    kinds_in_group_order,
+    strange_speeds,
+)
 from lopsided.runtime.autotune import quickest
 from lopsided.runtime.buffers import Buffers
 from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
@@ -77,6 +85,8 @@ from lopsided.runtime.progress import Announcer, about_plan, shown
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.runtime.whole_model import save_whole
 from lopsided.schedule.lower import lower
+from lopsided.schedule.regions import reruns_in
+from lopsided.schedule.stretches import most_nodes
 
 _COMPARED = "compared"
 CHECK_EVERY = 100
@@ -99,6 +109,7 @@ def parallelize(
     check_capture: bool = True,
     on_nan: str = "stop",
     bucket_bytes: int | None = None,
+    compile: bool | None = None,
     measure_s: float | None = None,
     tries: int = 1,
     quiet: bool = False,
@@ -113,7 +124,9 @@ def parallelize(
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
     for never. With `check_capture`, one step of what was captured is first compared with one of the model as it is, on
     the example batch or some rows of it. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the
-    script decides. Gradients and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says.
+    script decides. With `compile`, what a device does between two communications runs as functions that Inductor
+    compiles; that is the default where there is a GPU. Gradients and gathered parameters are sent `bucket_bytes` at a
+    time, if not as the plan says.
     """
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     is_first = dist.get_rank() == 0
@@ -130,6 +143,7 @@ def parallelize(
             if skipped != _COMPARED:
                 tell(f"what was captured is not compared with the model: {skipped}")
         plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell)
+        plans = compiled_where_wanted(plans, compile, where)
         chosen = quickest(plans, where, timeout_s=timeout_s, progress=tell)[0] if tries > 1 else plans[0]
         world = meet(chosen, device=where)
         check_same(
@@ -464,14 +478,18 @@ class Parallel(nn.Module):
         return self._constant_tensors[id(leaf)]
 
     def _compiled(self, program: Program, outputs: tuple[str, ...]) -> Executor:
+        # A batch of another shape may have another graph.
+        reruns = tuple(reruns_in(program.graph, self._decisions.reruns))
+        kinds = kinds_in_group_order(self.plan, self.world)
         return Executor(
-            lower(program, self._decisions),
+            lower(program, replace(self._decisions, reruns=reruns)),
             self._exchange,
             self._gradients,
             self.randomness,
             self._adopted.by_name,
             self.world.device,
             outputs,
+            kinds[self.world.place] if self.world.takes_part else 0,
         )
 
     def _find(self, signature: Signature) -> CallProgram | None:
@@ -503,6 +521,14 @@ class Parallel(nn.Module):
             found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs), self.wire)
             loss, *awaited.parts = self._handed_on(found, ran, cut)
         return loss
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """What `parallelize(compile=True)` does, from the next step on. All ranks call it."""
+        self.together("pm.compile")
+        stretch = self.plan.stretch or most_nodes(self.plan.on.devices, len(self.plan.program.steps))
+        self.__dict__["plan"] = replace(self.plan, stretch=stretch)
+        self._decisions = replace(self._decisions, stretch=stretch)
+        self._form, self._programs = self._no_programs()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

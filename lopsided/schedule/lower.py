@@ -33,11 +33,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from lopsided.ir.graph import reruns
 from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program, Step
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
+from lopsided.schedule.regions import regions_of
 from lopsided.schedule.schedule import (
     Bucket,
     Compute,
@@ -55,7 +55,6 @@ from lopsided.schedule.schedule import (
     counted,
     exchange,
 )
-
 from lopsided.schedule.stretches import Candidate, grouped
 
 _Copy = tuple[str, Placement]
@@ -99,7 +98,8 @@ class _Lowering:
         self.program, self.decisions = program, decisions
         self.stored = dict(program.leaves)
         self.parameters = {leaf.value.name for leaf in program.graph.parameters}
-        self.regions = reruns(program.graph) if decisions.recompute else {}
+        self.marked = regions_of(program, decisions)
+        self.regions = {name: k for k, region in enumerate(self.marked) for name in region.nodes}
         self.made: set[_Copy] = set(program.leaves)
         self.steps = [self._forward(step) for step in program.steps]
         self.ends = list(self._ends())
@@ -168,15 +168,17 @@ class _Lowering:
             not item.bucket and not self._is_local(item) for item in one.made
         )
         _, talks_back = sent_by(self.program.graph, one.step.node, one.step.rule)
-        takes = None if sends or talks_back else tuple(item.value for item in one.made)
-        node = one.step.node.name
-        return Candidate(one.step, takes, str(self._region(one.step)) if node in self.regions else "")
+        region = self._region(one.step)
+        # Where a region keeps what some of its nodes made, each runs by itself.
+        partly = region >= 0 and bool(self.marked[region].kept)
+        takes = None if sends or talks_back or partly else tuple(item.value for item in one.made)
+        return Candidate(one.step, takes, region)
 
     def _is_local(self, item: Redistribute) -> bool:
         """It sends nothing, forward or backward."""
         return item.transfer is None and not any(True for _ in self._transpose(item))
 
-    def _run_together(self, group: Sequence[_Lowered]) -> Iterator[Item]:
+    def _run_together(self, group: Sequence[_Lowered]) -> Iterator[Compute | Exchange | Redistribute | Stretch]:
         if len(group) == 1:
             yield from group[0].forward
             return
@@ -220,13 +222,11 @@ class _Lowering:
             yield from self._transpose(item)
         regathered = self._regathered()
         inside = itertools.groupby(self.groups, key=lambda group: self._region(group[0].step))
-        region = 0
+        count = 0
         for groups in reversed([list(groups) for _, groups in inside]):
             if groups[0][0].step.node.name in self.regions:
-                yield Recompute(f"recompute.{region}", tuple(one.step.node.name for group in groups for one in group))
-                region += 1
-                for group in groups:
-                    yield from (_again(i) for i in self._run_together(group) if not isinstance(i, Stretch))
+                yield from self._recomputed(f"recompute.{count}", groups)
+                count += 1
             for group in reversed(groups):
                 for one in reversed(group):
                     yield from regathered.get(one.step.node.name, ())
@@ -243,7 +243,21 @@ class _Lowering:
             yield Compute(compute_id(name, "backward"), name, "backward")
 
     def _region(self, step: Step) -> int:
-        return step.node.context.recompute if step.node.name in self.regions else 0
+        return self.regions.get(step.node.name, -1)
+
+    def _recomputed(self, name: str, groups: Sequence[Sequence[_Lowered]]) -> Iterator[Item]:
+        """A region runs again: its conversions, and of its nodes those that somebody needs and nobody has kept."""
+        region = self.marked[self._region(groups[0][0].step)]
+        items = [
+            item
+            for group in groups
+            for item in self._run_together(group)
+            if isinstance(item, Redistribute) or (not isinstance(item, Stretch) and item.node in region.again)
+        ]
+        # Who sends needs the others.
+        sends = any(isinstance(i, Exchange) or (isinstance(i, Redistribute) and i.transfer is not None) for i in items)
+        yield Recompute(name, region.nodes, region.kept, () if sends else region.kinds)
+        yield from map(_again, items)
 
     def _regathered(self) -> Mapping[str, Sequence[Redistribute]]:
         """For each node the gathered copies that it saved and is the first to use backward: they are gathered again.

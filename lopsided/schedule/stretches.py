@@ -1,7 +1,7 @@
 """Which nodes run as one function: stretches of a program between two communications that all devices wait for.
 
-In: the lowered steps of a program in order. Out: the same in groups; a group of several is a stretch, which a device may
-compile as one function.
+In: the lowered steps of a program in order. Out: the same in groups; a group of several is a stretch, which a device
+may compile as one function.
 
 A stretch takes its parameters before it begins and gives their gradients when its backward pass is over, so it must not
 be long where gradients travel behind computing. It ends
@@ -22,6 +22,18 @@ from dataclasses import dataclass
 
 from lopsided.ir.program import Program, Step
 
+STRETCH = 64
+"""At most so many nodes where gradients travel behind computing: about the two or three layers of which a bucket of
+gradients is."""
+STRETCH_ALONE = 512
+"""Where nothing is sent, a model of up to so many nodes is one function: fewer calls, and no borders between layers. A
+deeper one is cut into layers, of which few are different ones."""
+
+
+def most_nodes(devices: int, nodes: int) -> int:
+    """How many nodes may run as one function."""
+    return STRETCH_ALONE if devices == 1 and nodes <= STRETCH_ALONE else STRETCH
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -30,7 +42,7 @@ class Candidate:
 
     step: Step
     takes: tuple[str, ...] | None
-    region: str  # that is checkpointed, or none
+    region: int  # that runs again, or -1
 
 
 def grouped(program: Program, candidates: Sequence[Candidate], most: int) -> Iterator[range]:

@@ -52,6 +52,7 @@ from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.schedule import Rerun
 from lopsided.verification.copies import copied, widened
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare, random_program, random_shares
@@ -85,6 +86,7 @@ class ProcessesJob:
     program: str
     shares: Shares
     regather: bool
+    reruns: tuple[Rerun, ...]
     cluster: str
     namespaces: tuple[str, ...]
     trains: bool  # STEPS steps in its own dtype, or one in float64
@@ -125,7 +127,8 @@ def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
 
 
 def jobs_of_plan(subject: Subject, plan: Plan) -> list[ProcessesJob]:
-    return _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
+    both = _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
+    return [replace(job, reruns=plan.reruns) for job in both]
 
 
 def jobs_at_large(
@@ -179,6 +182,7 @@ def _step(
         str(program),
         shares,
         regather,
+        (),
         where.text(),
         _namespaces(graph),
         False,
@@ -225,7 +229,9 @@ def on_simulated_devices(subject: Subject, plan: Plan) -> Claim:
     wide = in_wide(plan)
     model, batch = _cast(*_loaded(subject), "f64")
     expected = simulate(one_device(wide.graph), model, batch, (1.0,), seed=subject.seed)
-    error, where = compare(simulate(wide.program, model, batch, wide.shares, seed=subject.seed), expected)
+    about = (wide.program, model, batch, wide.shares)
+    found = simulate(*about, seed=subject.seed, decisions=wide.decisions, kinds=wide.kind_numbers)
+    error, where = compare(found, expected)
     return Claim("the plan: a step in float64", error, where, TOLERANCE)
 
 
@@ -268,7 +274,8 @@ def _parsed(job: ProcessesJob) -> Plan:
     nothing = Breakdown(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     report = SearchReport(0.0, 0, 0.0, 0.0, 0.0, "", 0, ())
     memory = (0,) * len(job.shares)
-    return Plan(where, where, program, job.shares, "adamw", job.regather, 0.0, nothing, memory, (), report, (), ())
+    made = Plan(where, where, program, job.shares, "adamw", job.regather, 0.0, nothing, memory, (), report, (), ())
+    return replace(made, reruns=job.reruns)
 
 
 @lru_cache(maxsize=1)
