@@ -1,6 +1,6 @@
 """What compiling gains on one device. Writes results/compiled-DEVICE.json.
 
-python benchmarks/compiled.py [--only gpt2,llama] [--rounds 9] [--stretch 64] [--quick]
+python benchmarks/compiled.py [--only gpt2,llama] [--rounds 9] [--quick] [--kernels]
 
 All subjects train the same model with the same batch, AdamW and autocast in one process, some steps each in every
 round, in an order that is shuffled anew. What counts is the ratio to `torch.compile` within a round, and of these the
@@ -20,14 +20,13 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import record
 import torch
 from runtime import by_hand, cluster_of
-from torch import nn
+from torch import Tensor, nn
 
 from lopsided import capture, parallelize
 from lopsided.ir.placement import Shares
@@ -68,7 +67,7 @@ class Trained:
         self.args, self.kwargs = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
-    def step(self) -> float:
+    def step(self) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.model(*self.args, **self.kwargs)
         loss.backward()
@@ -89,7 +88,7 @@ class Trained:
             torch.cuda.synchronize()
 
 
-def made(case: Case, subject: str, device: torch.device, stretch: int | None) -> Trained:
+def made(case: Case, subject: str, device: torch.device) -> Trained:
     torch.manual_seed(0)
     model, batch = models.load(case.gpu if device.type == "cuda" else case.cpu)
     move = {k: v.to(device) for k, v in batch.items()} if isinstance(batch, dict) else [v.to(device) for v in batch]
@@ -101,19 +100,21 @@ def made(case: Case, subject: str, device: torch.device, stretch: int | None) ->
     with torch.autocast(device.type, torch.bfloat16):
         graph = capture(copy.deepcopy(model), move)
         plan = by_hand(one_device(graph), Shares((1.0,)), cluster_of((1.0,), device.type == "cuda"))
-        chosen: Any = subject == "stretches" and (stretch or True)
-        pm = parallelize(model, move, plan=plan, device=device, compile=chosen, check_capture=False, check_every=0)
+        on = subject == "stretches"
+        pm = parallelize(
+            model, move, plan=plan, device=device, compile=on, check_capture=False, check_every=0, quiet=True
+        )
     return Trained(pm, move, device)
 
 
-def measured(case: Case, device: torch.device, rounds: int, stretch: int | None) -> dict[str, Any]:
+def measured(case: Case, device: torch.device, rounds: int, kernels: bool) -> dict[str, Any]:
     subjects: dict[str, Trained] = {}
     found: dict[str, Any] = {"name": case.name, "model": case.gpu if device.type == "cuda" else case.cpu}
     losses: dict[str, list[float]] = {}
     first: dict[str, float] = {}
     for name in SUBJECTS:
         try:
-            subjects[name] = made(case, name, device, stretch)
+            subjects[name] = made(case, name, device)
             start = time.perf_counter()
             first[name] = 0.0
             losses[name] = [float(subjects[name].step()) for _ in range(3)]
@@ -134,13 +135,15 @@ def measured(case: Case, device: torch.device, rounds: int, stretch: int | None)
         for name, of in times.items()
     }
     peak = {name: peak_of(subjects[name]) for name in subjects}
+    for name in subjects if kernels else ():
+        print_kernels(name, subjects[name])
     found |= {"seconds": times, "first_3_steps_s": first, "losses": losses, "ratios": ratios, "peak_bytes": peak}
     medians = "  ".join(
         f"{name} {1e3 * statistics.median(of):.1f} ms ({ratios[name] or 0:.3f})" for name, of in times.items()
     )
     print(f"{case.name:10} {medians}", flush=True)
     ready = "  ".join(f"{name} {seconds:.1f} s" for name, seconds in first.items())
-    print(f"{'':10} first three steps: {ready}; losses {losses} {found.get('failed', '')}", flush=True)
+    print(f"{'':10} first three steps: {ready}; losses {losses}  {found.get('failed', '')}", flush=True)
     return found
 
 
@@ -156,26 +159,40 @@ def peak_of(subject: Trained) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def main(run: Callable[[], argparse.Namespace] | None = None) -> None:
+def print_kernels(name: str, subject: Trained, most: int = 14) -> None:
+    """Where two steps spend their time on the device."""
+    with torch.profiler.profile() as profile:
+        subject.seconds(2)
+    rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)[:most]
+    total = sum(row.self_device_time_total for row in profile.key_averages())
+    print(f"{name}: {total / 2e3:.1f} ms a step in kernels")
+    for row in rows:
+        print(f"  {row.self_device_time_total / 2e3:8.2f} ms {row.count // 2:5} × {row.key[:90]}", flush=True)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--stretch", type=int, default=None)
+    parser.add_argument("--kernels", action="store_true", help="print where steps spend their time on the device")
     parser.add_argument("--quick", action="store_true", help="two rounds, nothing is written")
-    options = run() if run is not None else parser.parse_args()
+    options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted = options.only.split(",") if options.only else [case.name for case in CASES]
-    rows = []
+    card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    rows: list[dict[str, Any]] = []
+    path = None
     for case in CASES:
         if case.name in wanted:
-            rows.append(measured(case, device, 2 if options.quick else options.rounds, options.stretch))
+            rows.append(measured(case, device, 2 if options.quick else options.rounds, options.kernels))
+            if not options.quick:  # what is there when it is broken off is kept
+                path = record.write(f"compiled-{device.type}", {"device": card, "cases": rows})
             gc.collect()
             torch._dynamo.reset()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    if not options.quick:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        print(record.write(f"compiled-{device.type}", {"device": name, "stretch": options.stretch, "cases": rows}))
+    if path is not None:
+        print(path)
 
 
 if __name__ == "__main__":
