@@ -267,12 +267,13 @@ def override(values: dict[str, Any], config: Any, key: str, text: str, where: st
 
 
 def parse(text: str, like: object, key: str, where: str) -> Any:
-    """`text` as the type of `like`; dashes between the items of a list; a guess where `like` is None."""
+    """`text` as the type of `like`; a list as [1,2] or 1-2; a guess where `like` is None."""
     try:
         if isinstance(like, bool):
             return {"true": True, "false": False}[text.lower()]
         if isinstance(like, list | tuple):
-            return [parse(item, like[0] if like else None, key, where) for item in text.split("-")]
+            items = text.strip("[]").split("," if text.startswith("[") else "-")
+            return [parse(item.strip(), like[0] if like else None, key, where) for item in items]
         if isinstance(like, int | float):
             # Many configurations write 0 or 1 for what is a fraction.
             return int(text) if isinstance(like, int) and text.lstrip("-").isdecimal() else float(text)

@@ -401,7 +401,8 @@ class Parallel(nn.Module):
     def _step(self, given: Given, wire: Communicator) -> tuple[CallProgram, Ran, RowCut | None]:
         self._begin_step()
         wire.recorder = self.recording.noting if self.recording is not None and self.training else None
-        cut = self._inputs.cut_of(self._handed_out, given.tensors)
+        handed_out = self._handed_out.of(given.tensors.values())
+        cut = self._inputs.cut_of(handed_out, given.tensors)
         signature = self._signature(given, cut)
         found = self._find(signature)
         if found is None:
@@ -414,7 +415,7 @@ class Parallel(nn.Module):
             self._forwards,
             f"{signature.autocast or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}, "
             f"{signature.mode.count(0)} modules in evaluation, {found.reads.values() if found else 'anew'}",
-            told + str(self._handed_out),
+            told + str(handed_out),
             training=self.training,
             sync=self._syncing,
         )
