@@ -36,6 +36,12 @@ _ASKED_BY = (
         "repeat it a fixed number of times, and keep what is done with torch.where",
     ),
     (
+        ("for",),
+        "the model goes through a tensor in a Python loop, or through as many steps as a tensor says",
+        "let every row compute, and choose with a mask; of a model of transformers with experts,"
+        ' model.set_experts_implementation("grouped_mm") or "batched_mm"',
+    ),
+    (
         ("",),
         "the model branches in Python on a tensor's values",
         "compute both ways and choose with torch.where(condition, this, that); leave out a branch that asks whether a"

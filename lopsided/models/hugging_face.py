@@ -404,7 +404,13 @@ def lookup_image_token(config: Any) -> int | None:
 
 def fill_image_tokens(made: Batch, config: Any, image_token: int) -> None:
     """Begin each text with as many image tokens as the image has patches."""
-    (height, width), (tall, wide) = pair(lookup(config, "image_size")), pair(lookup(config, "patch_size"))
+    if (image := lookup(config, "image_size")) is None:
+        raise ModelError(
+            f"{type(config).__name__} does not say how large images are, so there is no batch for it",
+            where="hf:",
+            do="build it in a function of your own, and name that: file.py:function",
+        )
+    (height, width), (tall, wide) = pair(image), pair(lookup(config, "patch_size"))
     patches = (height // tall) * (width // wide)
     count = min(patches, lookup(config, "mm_tokens_per_image") or patches)  # Gemma 3 pools its patches
     text = made["input_ids"]

@@ -524,7 +524,7 @@ class _Padding:
             )
         planned = max(named[name] for name in values)
         self._values, self._pm = dict(values), pm
-        self._lengths = sorted({*map(int, lengths)}) or _ladder(planned)
+        self._lengths = sorted({*map(int, lengths)}) or list(pm.planned_lengths) or _ladder(planned)
 
     def fill(self, batch: Any) -> Any:
         leaves, spec = named_leaves(batch)

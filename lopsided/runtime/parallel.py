@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -59,6 +59,7 @@ from lopsided.planner.plan_file import plan_text
 from lopsided.runtime import outputs, replicas
 from lopsided.runtime.adoption import Adopted, adopt, wrapped
 from lopsided.runtime.agreement import (
+    agreed_lengths,
     agreed_plans,
     compiled_where_wanted,
     digest_of,
@@ -78,11 +79,12 @@ from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.parameter_hooks import ParameterHooks
-from lopsided.runtime.piece_tensors import plain
+from lopsided.runtime.piece_tensors import plain, step_ends
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.programs import CallProgram, Programs
 from lopsided.runtime.progress import Announcer, about_plan, shown
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
+from lopsided.runtime.shapes import at_length
 from lopsided.runtime.whole_model import save_whole
 from lopsided.schedule.lower import lower
 from lopsided.schedule.regions import reruns_in
@@ -99,6 +101,7 @@ def parallelize(
     plan: Plan | str | Path | None = None,
     *,
     cluster: Cluster | str | Path | None = None,
+    batches: Iterable[object] | None = None,
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
     device: torch.device | str | None = None,
@@ -118,9 +121,10 @@ def parallelize(
     """`model` on the processes of this world, one a device, by `plan` (a file or a `Plan`).
 
     Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s` (20 s, or 5 for a
-    small model). What it does is shown on rank 0's terminal, unless `quiet`, and given to `progress`. If `tries` is
-    than 1, so many are made, each is run for some steps on random numbers, and the quickest is taken. The batch is an
-    example of the global batch, all devices together. A model built on `meta` is initialised
+    small model). With `batches`, a list or a loader like those to come, it is made for the lengths they have, otherwise
+    for that of `batch`. If `tries` is more than 1, so many are made, each is run for some steps on random numbers, and
+    the quickest is taken. The batch is an example of the global batch, all devices together. What is done is shown on
+    rank 0's terminal, unless `quiet`, and given to `progress`. A model built on `meta` is initialised
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
     for never. With `check_capture`, one step of what was captured is first compared with one of the model as it is, on
     the example batch or some rows of it. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the
@@ -142,7 +146,19 @@ def parallelize(
             skipped = from_first(lambda: check_captured(model, batch, loss_fn, captured) or _COMPARED)
             if skipped != _COMPARED:
                 tell(f"what was captured is not compared with the model: {skipped}")
-        plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell)
+        lengths = None if batches is None else agreed_lengths(batch, batches, tell)
+
+        def shapes() -> list[tuple[Graph, float]]:
+            """Of every length, the graph, and how often it is met."""
+            found: list[tuple[Graph, float]] = []
+            if lengths is None:
+                return found
+            for length, often in zip(lengths.lengths, lengths.often, strict=True):
+                other = at_length(batch, length, lengths.dims)
+                found.append((capture_call(model, other, loss_fn=loss_fn, needs_loss=False).graph, often))
+            return found
+
+        plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell, shapes)
         plans = compiled_where_wanted(plans, compile, where)
         chosen = quickest(plans, where, timeout_s=timeout_s, progress=tell)[0] if tries > 1 else plans[0]
         world = meet(chosen, device=where)
@@ -169,6 +185,7 @@ def parallelize(
             on_nan=on_nan,
             bucket_bytes=bucket_bytes,
         )
+        pm.planned_lengths = lengths.lengths if lengths is not None else ()
         tell(f"ready after {tell.seconds:.1f} s")
     if path := os.environ.get(RECORD_VARIABLE):
         pm.record(path)
@@ -181,6 +198,7 @@ class Parallel(nn.Module):
     plan: Plan
     world: World
     steps_done: int  # backward passes that were synchronised
+    planned_lengths: tuple[int, ...] = ()  # of the distribution of batches that was planned for
 
     def __init__(
         self,
@@ -639,6 +657,7 @@ class Parallel(nn.Module):
     # Ranks whose device the plan does not use
 
     def _begin_step(self) -> None:
+        step_ends()  # of an optimizer whose step has failed
         self._last_loss.check()
         self._adopted.check(self.world.device, self._here())
         self._forwards += 1

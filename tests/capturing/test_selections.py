@@ -100,6 +100,7 @@ def losses(m: Any, x: Tensor, y: Tensor) -> Any:
     rows = F.triplet_margin_loss(a, b, c) + F.cosine_embedding_loss(a, c, (y[mask] > 1) * 2 - 1)
     bce = F.binary_cross_entropy_with_logits(a, torch.zeros_like(a)) + F.binary_cross_entropy(a.sigmoid(), b.sigmoid())
     kl = F.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="batchmean")
+    kl = kl + F.gaussian_nll_loss(a, b, c.exp())
     return F.mse_loss(a, b) + F.smooth_l1_loss(a, c, reduction="sum") + rows + bce + kl
 
 

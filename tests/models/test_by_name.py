@@ -277,6 +277,7 @@ class TestHF:
             ("hf:BertModel:text_config.hidden_size=3", "no 'text_config.hidden_size'", "choose among"),
             ("hf:BertModel:hidden_size=wide", "hidden_size=wide is not a whole number", "hidden_size=768"),
             ("hf:TimeSeriesTransformerModel:prediction_length=4", "no batch is known", "file.py:function"),
+            ("hf:Qwen2VLForConditionalGeneration", "does not say how large images are", "file.py:function"),
             ("hf:BertModel:seq=none", "seq=none is not a size", "from 1 up"),
             ("hf:BertModel:hidden_size=33", "cannot build it", "hidden_size"),
             ("hf:BertModel:attn_implementation=magic", "cannot build it", "hidden_size"),
