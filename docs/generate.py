@@ -7,6 +7,7 @@ python docs/generate.py
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def planning_page(speed: dict[str, Any], quality: dict[str, Any]) -> str:
     )
 
 
-def runtime_page(cpu: dict[str, Any], cuda: dict[str, Any]) -> str:
+def runtime_page(cpu: dict[str, Any], cuda: dict[str, Any], compiled: dict[str, Any]) -> str:
     return "\n".join(
         [
             NOTE,
@@ -229,8 +230,28 @@ def runtime_page(cpu: dict[str, Any], cuda: dict[str, Any]) -> str:
             f"FSDP2 here: {cpu['fsdp2']}.\n",
             *_trained(cpu, "## On the CPU: processes of one thread each, over gloo\n"),
             *_trained(cuda, f"## On a GPU: processes that share one {cuda['device']}, over gloo\n"),
+            *_compiled(compiled),
         ]
     )
+
+
+def _compiled(data: dict[str, Any]) -> list[str]:
+    subjects = {"plain": "plain", "compile": "torch.compile", "eager": "ours, eager", "stretches": "ours, compiled"}
+    ready = "first three steps: torch.compile | ours"
+    lines = [
+        f"## Compiled: one device, one {data['device']}, bf16 autocast\n",
+        f"`{data['about']['command']}`, torch {data['about']['torch']}. Milliseconds of a step; the ratio is the median "
+        "over rounds of ours, compiled, to torch.compile's within a round. Goal: at most 1.02×.\n",
+        f"| model | {' | '.join(subjects.values())} | ratio | {ready} |",
+        "|---" * (len(subjects) + 4) + "|",
+    ]
+    for row in data["cases"]:
+        steps = [_seconds(statistics.median(row["seconds"][name])) for name in subjects]
+        ratio, first = row["ratios"]["stretches"], row["first_3_steps_s"]
+        met = "" if ratio <= 1.02 else " (**not met**)"
+        took = f"{first['compile']:.0f} s | {first['stretches']:.0f} s"
+        lines.append(f"| `{row['model']}` | {' | '.join(steps)} | {ratio:.3f}{met} | {took} |")
+    return [*lines, ""]
 
 
 def _trained(data: dict[str, Any], title: str) -> list[str]:
@@ -469,7 +490,7 @@ PAGES: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
     ("coverage", coverage_page, ("coverage",)),
     ("benchmarks", benchmarks_page, ("algebra",)),
     ("planning", planning_page, ("planner", "quality")),
-    ("runtime-benchmarks", runtime_page, ("runtime", "runtime-cuda")),
+    ("runtime-benchmarks", runtime_page, ("runtime", "runtime-cuda", "compiled-cuda")),
     ("scripts", scripts_page, ("scripts",)),
     ("shapes", shapes_page, ("shapes",)),
 )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Layout, Redistributor
+from lopsided.executor.compiled import StretchSurroundings, compiled_parts
 from lopsided.executor.gradients import GradientBucket, Gradients, Synced
 from lopsided.executor.instructions import (
     BeginBackward,
@@ -49,6 +50,7 @@ from lopsided.schedule.schedule import (
     Redistribute,
     ReduceBucket,
     Schedule,
+    Stretch,
     nodes_of,
 )
 
@@ -184,9 +186,31 @@ class _Compiler:
         self.freed = [copy for i in made if isinstance(i, RunNode) for copy in i.again]
         for instruction in made:
             if isinstance(instruction, RunNode):
-                instruction.saves_copies = not {*self.freed}.isdisjoint(instruction.operands)
+                reads_freed = not {*self.freed}.isdisjoint(instruction.operands)
+                instruction.saves_copies = reads_freed or bool(instruction.again)
+        made, regions = self._in_stretches(made, regions)
         self._free(made, self._ends())
         return list(self._in_regions(made, regions))
+
+    def _in_stretches(self, made: Sequence[Instruction], regions: Sequence[str]) -> tuple[list[Instruction], list[str]]:
+        """With the nodes of a stretch, which follow each other, in as few functions as can be."""
+        stretch_of = {n: item.id for item in self.schedule.forward if isinstance(item, Stretch) for n in item.nodes}
+        if not stretch_of:
+            return list(made), list(regions)
+        copies = frozenset(slot for (name, _), slot in self.slots.items() if name in self.targets)
+        around = StretchSurroundings(self.values, self.random, self.context, copies)
+        needed, ends = _needed_after(made), self._ends()
+        found: list[tuple[Instruction, str]] = []
+        stretches = [stretch_of.get(i.node.name, "") if isinstance(i, RunNode) else "" for i in made]
+        for stretch, group in itertools.groupby(range(len(made)), key=stretches.__getitem__):
+            numbers = list(group)
+            if not stretch:
+                found += [(made[k], regions[k]) for k in numbers]
+                continue
+            nodes = [node for node in (made[k] for k in numbers) if isinstance(node, RunNode)]
+            parts = compiled_parts(nodes, around, needed[numbers[-1]] | ends)
+            found += [(part, regions[numbers[0]]) for part in parts]
+        return [part for part, _ in found], [region for _, region in found]
 
     def _region(self, node: str) -> str:
         """The region in which a node runs again on this device, or none."""
@@ -233,15 +257,17 @@ class _Compiler:
         step = self.schedule.steps[item.node]
         node = step.node
         call = Call(node, tuple(self.values[name] for name in node.operands))
+        op = LocalOp(call, step.rule, self.exchange, self.random, self.device)
         context = node.context if replace(node.context, recompute=0) != self.context else None
         return RunNode(
             node,
-            LocalOp(call, step.rule, self.exchange, self.random, self.device).run,
+            op.run,
             tuple(self.slots[key] for key in zip(node.operands, step.rule.needs, strict=True)),
             tuple(self.slot(value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True)),
             tuple(value.grad for value in node.results),
             context,
             tuple(self.slots[copy] for copy in self.before.get(node.name, ())),
+            kernel=op.kernel,
         )
 
     def gathers(self, items: Sequence[Item]) -> Gathers:

@@ -13,8 +13,8 @@ A slot holds what a device has of one value in one placement, and is emptied aft
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from lopsided.executor.randomness import RankRandomness, streams_of
 from lopsided.ir.graph import Context, Node
 from lopsided.ir.op_call import surroundings
 from lopsided.ir.placement import Placement
+from lopsided.ops.local_kernel import LocalKernel
 
 Slots = list[Any]  # Tensor or None
 
@@ -208,6 +209,7 @@ class RunNode(Instruction):
     context: Context | None  # None: that of the whole program
     again: tuple[int, ...] = ()  # copies that are gathered again before its backward pass
     saves_copies: bool = False  # that somebody gathers again
+    kernel: LocalKernel | None = None  # where nothing is sent
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -228,26 +230,35 @@ class RunNode(Instruction):
         if kept is None and self.context is None:
             made, differentiable = self.op(operands), torch.is_grad_enabled()
         else:
-            made, differentiable = self._surrounded(operands, kept)
+            with surrounded(self.context, kept):
+                made, differentiable = self.op(operands), torch.is_grad_enabled()
         for slot, has_gradient, result in zip(self.results, self.has_gradient, made, strict=True):
-            if has_gradient and differentiable:
-                if not result.requires_grad:
-                    result = connected(result, operands)
-                if kept is not None and self.again and result.requires_grad:
-                    result = Before.apply(kept, self.again, result)  # type: ignore[no-untyped-call]
-            elif result.requires_grad:
-                # Or a device with an empty piece would go another way back than the others.
-                result = result.detach()
-            slots[slot] = result
+            slots[slot] = as_planned(result, operands, has_gradient and differentiable, kept, self.again)
 
-    def _surrounded(self, operands: list[Tensor], kept: Regathered | None) -> tuple[list[Tensor], bool]:
-        """In its own context, with what it saves of gathered copies replaced by notes."""
-        with ExitStack() as stack:
-            if self.context is not None:
-                stack.enter_context(surroundings(self.context))
-            if kept is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack))
-            return self.op(operands), torch.is_grad_enabled()
+
+@contextmanager
+def surrounded(context: Context | None, kept: Regathered | None) -> Iterator[None]:
+    """In a context of its own, with what is saved of gathered copies replaced by notes."""
+    with ExitStack() as stack:
+        if context is not None:
+            stack.enter_context(surroundings(context))
+        if kept is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack))
+        yield
+
+
+def as_planned(
+    result: Tensor, operands: list[Tensor], has_gradient: bool, kept: Regathered | None, again: tuple[int, ...]
+) -> Tensor:
+    """The result with a gradient if it should have one; going backward, some copies are gathered before it."""
+    if has_gradient:
+        if not result.requires_grad:
+            result = connected(result, operands)
+        if kept is not None and again and result.requires_grad:
+            result = Before.apply(kept, again, result)  # type: ignore[no-untyped-call]
+        return result
+    # Or a device with an empty piece would go another way back than the others.
+    return result.detach() if result.requires_grad else result
 
 
 def run_all(instructions: Sequence[Instruction], slots: Slots, this: Pass) -> None:

@@ -35,6 +35,7 @@ class LocalOp:
     ) -> None:
         self.exchange, self.name = exchange, call.node.name
         self.what = f"%{call.node.name} [{rule.how}]"  # is asked
+        self.kernel: LocalKernel | None = None  # that does it all without the other devices
         if rule.how == "sfb":
             beside = factors_beside(call, wanted_by_factors(call, rule))
             self.run: RunOp = self._with_factors(ByFactors(call, rule, beside, random, device))
@@ -43,6 +44,8 @@ class LocalOp:
         self.run = kernel.run
         if kernel.talks:
             self.run = lambda operands: answered(kernel.talk(operands), self.answer)
+        else:
+            self.kernel = kernel
 
     def _with_factors(self, by_factors: ByFactors) -> RunOp:
         call, plain, exchange = by_factors.call, by_factors.plain, self.exchange

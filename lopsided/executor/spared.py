@@ -12,7 +12,7 @@ be seen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -121,5 +121,5 @@ class Spared(RunNode):
 
 def spared(node: RunNode, *, keeps: bool, trained: Sequence[bool]) -> Spared:
     """The same node as one that does not run again."""
-    about = (node.node, node.op, node.operands, node.results, node.has_gradient, node.context)
-    return Spared(*about, node.again, node.saves_copies, keeps, tuple(trained), free=node.free)
+    about = {field.name: getattr(node, field.name) for field in fields(RunNode)}
+    return Spared(**about, keeps=keeps, trained=tuple(trained))

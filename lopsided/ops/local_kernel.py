@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from lopsided.ops.op import Ask, Call, Implementation, Local, Randomness, Talkin
 from lopsided.ops.views import expand_to_local_shape, to_local_shape
 
 Operands = Sequence[Tensor]
+Stream = Literal["", "own", "shared"]
 RunOp = Callable[[Operands], list[Tensor]]
 
 
@@ -47,7 +48,11 @@ class KernelRandomness(Randomness, Protocol):
 
 
 class LocalKernel:
-    """One op by one rule on one device, prepared. Where it `talks`, `talk` is to be driven; else `run` does it all."""
+    """One op by one rule on one device, prepared. Where it `talks`, `talk` is to be driven; else `run` does it all.
+
+    `stream` says whose random numbers torch's default generator must give while it runs, and `bare` is `run` without
+    seeing to that. Where that is None, it takes random numbers in another way.
+    """
 
     def __init__(
         self, call: Call, rule: Rule, shares: AnyShares, rank: int, random: KernelRandomness, device: torch.device
@@ -57,7 +62,11 @@ class LocalKernel:
         placed = zip(rule.gives, call.node.results, strict=True)
         self.shapes = tuple(give.local_shape(value.shape, self.pieces, rank) for give, value in placed)
         self.implementation, self.talks = _implementation_of(call, rule)
+        self.stream: Stream = ""
+        self.bare: RunOp | None = None
         self.run: RunOp = self._own if self.talks else self._prepared()
+        if not self.talks and not self.stream:
+            self.bare = self.run
 
     def talk(self, operands: Operands) -> Talking:
         """Compute the piece, asking the other devices on the way."""
@@ -90,6 +99,8 @@ class LocalKernel:
             if node.op in _ATTENTION and give.is_shard and give.dim == len(self.call.results[0]) - 1:
                 # Dropped attention weights have no dim for the columns of values: cut along them, all drop alike.
                 rank = None
+            self.bare = kernel
+        self.stream = "shared" if rank is None else "own"
 
         def drawn(operands: Operands) -> list[Tensor]:
             with self.random.drawing(node.name, rank):

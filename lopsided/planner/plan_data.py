@@ -84,6 +84,7 @@ class Plan:
     capture_s: float = 0.0
     planning_s: float = 0.0
     bucket_bytes: int = BUCKET_BYTES  # of gradients and gathered parameters that are sent at a time
+    stretch: int = 0  # at most so many nodes run as one compiled function
     reruns: tuple[Rerun, ...] = ()  # regions that run again in the backward pass in place of keeping what they save
 
     @property
@@ -98,7 +99,7 @@ class Plan:
     @property
     def decisions(self) -> Decisions:
         """What is chosen beside the program and the shares."""
-        return Decisions(self.bucket_bytes, regather=self.regather, reruns=self.reruns)
+        return Decisions(self.bucket_bytes, regather=self.regather, stretch=self.stretch, reruns=self.reruns)
 
     @cached_property
     def kind_numbers(self) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ Predict = Callable[
     [Program, Shares, Cluster, str, bool, int, tuple[Rerun, ...]], tuple[float, Breakdown, tuple[int, ...]]
 ]
 
+_Stretch = Annotated[int, Key(least=0, most=10**6, rare=True)]
 _BucketBytes = Annotated[int, Key(least=1, most=BUCKET_BYTES)]
 _Reruns = Annotated[tuple[Line, ...], Key(rare=True)]
 
@@ -116,6 +117,7 @@ class _PlanFile:
     regather: bool
     # Plans that do not say so send as much at a time as everyone did then.
     bucket_bytes: _BucketBytes = BUCKET_BYTES
+    stretch: _Stretch = 0
     reruns: _Reruns = ()  # FIRST..LAST:LEVEL, and :KIND+KIND where not all kinds do
     notes: tuple[Line, ...]
     breakdown: Breakdown
@@ -139,7 +141,17 @@ class _PlanFile:
 
 def _in_both(of: Plan | _PlanFile) -> dict[str, Any]:
     """What a plan and its file have under the same names, as it is."""
-    names = ("step_s", "optimizer", "regather", "bucket_bytes", "notes", "breakdown", "baselines", "memory_bytes")
+    names = (
+        "step_s",
+        "optimizer",
+        "regather",
+        "bucket_bytes",
+        "stretch",
+        "notes",
+        "breakdown",
+        "baselines",
+        "memory_bytes",
+    )
     return {name: getattr(of, name) for name in (*names, "search", "capture_s", "planning_s")}
 
 

@@ -58,6 +58,7 @@ from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import PricedStep, price
 from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun
+from lopsided.schedule.stretches import most_nodes
 from lopsided.schedule.timeline import run
 
 # The fewest steps that a median is taken of, after one step to warm up.
@@ -75,6 +76,7 @@ class Play:
     shares: Shares
     bucket_bytes: int = BUCKET_BYTES
     regather: bool = False
+    stretch: int = 0
     reruns: tuple[Rerun, ...] = ()
     kinds: tuple[int, ...] = ()  # the kind of each rank's device, where some run again what others keep
 
@@ -86,6 +88,9 @@ def alone_s(
     casts = {node.context.autocast.partition(":")[0] for node in play.program.graph.nodes}
     if not casts <= {"", device.type}:
         return None  # another device's autocast would not cast here
+    if device.type == "cuda" and not play.stretch:
+        # As steps run there, so that calls are corrected to what they take when they are compiled.
+        play = replace(play, stretch=most_nodes(play.cluster.devices, len(play.program.steps)))
     times: list[float] = []
     try:
         with _training():
@@ -137,7 +142,8 @@ def stepper(play: Play, communicator: Communicator, device: torch.device) -> Cal
         for leaf in program.graph.leaves
     }
     parameters = {leaf.target: cast(nn.Parameter, leaves[leaf.value.name]) for leaf in program.graph.parameters}
-    schedule = lower(program, Decisions(play.bucket_bytes, regather=play.regather, reruns=play.reruns))
+    decisions = Decisions(play.bucket_bytes, regather=play.regather, stretch=play.stretch, reruns=play.reruns)
+    schedule = lower(program, decisions)
     kind = play.kinds[communicator.rank] if play.kinds else 0
     random = RankRandomness(0, communicator.rank, device)
     steps = Executor(schedule, exchange, gradients, random, parameters, device, kind=kind)

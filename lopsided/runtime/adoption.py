@@ -53,6 +53,7 @@ class Adopted:
             for root in (model, original)
             for path, module in root.named_modules(remove_duplicate=False)
         ]
+        self._members = [*map(_members, self._structure)]  # compared at once: there are hundreds in every step
         self.by_name: dict[str, nn.Parameter] = {}
         # Dictionaries of parameters, not their modules: one of them may hold this.
         self._places: list[tuple[Mapping[str, nn.Parameter | None], str, str]] = []
@@ -65,8 +66,9 @@ class Adopted:
 
     def check(self, device: torch.device, where: str) -> None:
         """Every parameter is still the one that was put there, in shape, dtype and place, and no others came."""
-        for structure in self._structure:
-            structure.check(where)
+        if [*map(_members, self._structure)] != self._members:
+            for structure in self._structure:
+                structure.check(where)
         with DisableTorchFunctionSubclass():  # so that pieces are asked as quickly as others
             self._check_parameters(device, where)
 
@@ -108,12 +110,12 @@ class _Structure:
     ) -> None:
         self._path = f"{path}." if path else ""
         # Dictionaries of modules, not their owner: it may hold this.
-        self._modules, self._parameters = modules, parameters
+        self.modules, self.parameters = modules, parameters
         self._before, self._names = dict(modules), [*parameters]
 
     def check(self, where: str) -> None:
         before = self._before
-        same = len(self._modules) == len(before) and all(map(is_, self._modules.values(), before.values()))
+        same = len(self.modules) == len(before) and all(map(is_, self.modules.values(), before.values()))
         if not same and (changed := self._changed()):
             raise TrainingError(
                 f"the module {self._path}{changed} after parallelize: the step that runs does not know it",
@@ -121,8 +123,8 @@ class _Structure:
                 do="change the model before parallelize, or parallelize it anew: "
                 "lopsided.full_state_dict(pm) gives its weights",
             )
-        if len(self._parameters) > len(self._names):
-            added = next(name for name in self._parameters if name not in self._names)
+        if len(self.parameters) > len(self._names):
+            added = next(name for name in self.parameters if name not in self._names)
             raise TrainingError(
                 f"the parameter {self._path}{added} was added after parallelize and would never be trained",
                 where=where,
@@ -132,9 +134,9 @@ class _Structure:
     def _changed(self) -> str:
         """Which module is another one, or was added with parameters of its own; a metric may be added."""
         for name, module in self._before.items():
-            if self._modules.get(name) is not module:
+            if self.modules.get(name) is not module:
                 return f"{name} was replaced"
-        for name, module in self._modules.items():
+        for name, module in self.modules.items():
             if name not in self._before and module is not None and next(module.parameters(), None) is not None:
                 return f"{name} was added"
         return ""
@@ -164,3 +166,7 @@ def replaced(model: nn.Module, whole: Mapping[str, nn.Parameter], pieces: Mappin
     finally:
         for owner, last, parameter in before:
             owner._parameters[last] = parameter
+
+
+def _members(structure: _Structure) -> tuple[object, ...]:
+    return (len(structure.parameters), *structure.modules.values())

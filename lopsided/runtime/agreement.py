@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from lopsided.profiling.profile import measure_once
 from lopsided.runtime.differences import differences
 from lopsided.runtime.progress import Announcer
 from lopsided.runtime.shapes import Lengths, lengths_of
+from lopsided.schedule.stretches import most_nodes
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""
@@ -219,6 +220,21 @@ def in_group_order(plan: Plan, world: World) -> Shares:
         tuple((name, ordered(fractions)) for name, fractions in shares.named),
         tuple((by, length, ordered(shares.cut(length, by))) for by, length in lengths),
     )
+
+
+def compiled_where_wanted(plans: Sequence[Plan], compile: bool | None, device: torch.device) -> tuple[Plan, ...]:
+    """The plans with or without compiled stretches, the same on all ranks: as rank 0 wants it, else as a plan says, and
+    if that says nothing where some device is a GPU."""
+    wanted = from_first(lambda: "" if compile is None else str(compile))
+    gpus = torch.tensor([int(device.type == "cuda")])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(gpus, dist.ReduceOp.MAX, group=group_to_talk())
+    found = []
+    for plan in plans:
+        most = plan.stretch or most_nodes(plan.on.devices, len(plan.program.steps))
+        on = wanted == str(True) or (not wanted and (plan.stretch > 0 or bool(gpus.item())))
+        found.append(replace(plan, stretch=most if on else 0))
+    return tuple(found)
 
 
 def kinds_in_group_order(plan: Plan, world: World) -> tuple[int, ...]:

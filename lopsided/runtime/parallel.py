@@ -62,6 +62,7 @@ from lopsided.runtime.adoption import Adopted, adopt, wrapped
 from lopsided.runtime.agreement import (
     agreed_lengths,
     agreed_plans,
+    compiled_where_wanted,
     digest_of,
     from_first,
     in_group_order,
@@ -90,6 +91,7 @@ from lopsided.runtime.shapes import at_length
 from lopsided.runtime.whole_model import save_whole
 from lopsided.schedule.lower import lower
 from lopsided.schedule.regions import reruns_in
+from lopsided.schedule.stretches import most_nodes
 
 _COMPARED = "compared"
 CHECK_EVERY = 100
@@ -113,6 +115,7 @@ def parallelize(
     check_capture: bool = True,
     on_nan: str = "stop",
     bucket_bytes: int | None = None,
+    compile: bool | None = None,
     measure_s: float | None = None,
     tries: int = 1,
     replan: str = "off",
@@ -129,8 +132,10 @@ def parallelize(
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
     for never. With `check_capture`, one step of what was captured is first compared with one of the model as it is, on
     the example batch or some rows of it. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the
-    script decides. Gradients and gathered parameters are sent `bucket_bytes` at a time, if not as the plan says. With
-    `replan="auto"` devices that turn out slower or faster than planned get other shares while training.
+    script decides. With `compile`, what a device does between two communications runs as functions that Inductor
+    compiles; that is the default where there is a GPU. Gradients and gathered parameters are sent `bucket_bytes` at a
+    time, if not as the plan says. With `replan="auto"` devices that turn out slower or faster than planned get other
+    shares while training.
     """
     check_replan(replan)
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
@@ -160,6 +165,7 @@ def parallelize(
             return found
 
         plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell, shapes)
+        plans = compiled_where_wanted(plans, compile, where)
         chosen = quickest(plans, where, timeout_s=timeout_s, progress=tell)[0] if tries > 1 else plans[0]
         world = meet(chosen, device=where, timeout_s=timeout_s)
         check_same(
@@ -547,6 +553,14 @@ class Parallel(nn.Module):
             found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs), self.wire)
             loss, *awaited.parts = self._handed_on(found, ran, cut)
         return loss
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """What `parallelize(compile=True)` does, from the next step on. All ranks call it."""
+        self.together("pm.compile")
+        stretch = self.plan.stretch or most_nodes(self.plan.on.devices, len(self.plan.program.steps))
+        self.__dict__["plan"] = replace(self.plan, stretch=stretch)
+        self._decisions = replace(self._decisions, stretch=stretch)
+        self._form, self._programs = self._no_programs()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

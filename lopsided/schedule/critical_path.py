@@ -37,7 +37,7 @@ from lopsided.ir.placement import Shares
 from lopsided.schedule.cost import Cut, Scale, Transfer
 from lopsided.schedule.memory import Holding, Kinds, describe_excess
 from lopsided.schedule.pricing import Computed, PricedStep
-from lopsided.schedule.schedule import Compute, Exchange, GatherBucket, Item, Recompute, Redistribute
+from lopsided.schedule.schedule import Bucket, Compute, Exchange, GatherBucket, Item, Redistribute
 
 PerKind = tuple[float, ...]
 
@@ -209,7 +209,7 @@ class FoldedStep:
                     self._send(_BLOCK, [item.transfer])
             elif isinstance(item, Exchange):
                 self._send(_BLOCK, [item.transfer])
-            elif not isinstance(item, Recompute):
+            elif isinstance(item, Bucket):
                 self._send(_SEND if item.hides else _BLOCK, item.transfers)
                 if item.hides and isinstance(item, GatherBucket):
                     self._add(_MARK, self._gathers.setdefault(item.id, len(self._gathers)))

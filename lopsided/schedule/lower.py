@@ -19,6 +19,9 @@ What goes between a stored parameter and its copies travels in buckets (`Buckets
     gradients             in the order in which they are complete; a bucket is sent when it has `bucket_bytes`, and
                           what is left at the end
 
+Nodes between two communications may run as one function (`stretches`): then what they take comes before the first of
+them, and what they give after the last.
+
 A bucket holds one dtype and one collective, because it is one buffer. What changes the placement of anything else, or
 of a copy that was redistributed before, is waited for by all.
 """
@@ -46,11 +49,13 @@ from lopsided.schedule.schedule import (
     Redistribute,
     ReduceBucket,
     Schedule,
+    Stretch,
     Update,
     compute_id,
     counted,
     exchange,
 )
+from lopsided.schedule.stretches import Candidate, grouped
 
 _Copy = tuple[str, Placement]
 _Runs = TypeVar("_Runs", bound=Compute | Exchange | Redistribute)
@@ -104,7 +109,8 @@ class _Lowering:
         for one in self.steps:
             one.back = [back for item in reversed(one.made) for back in self._transpose(item)]
         program, buckets = self.program, Buckets(self.decisions)
-        forward = buckets.filled([*(item for one in self.steps for item in one.forward), *self.ends])
+        self.groups = list(self._grouped())
+        forward = buckets.filled([*(item for group in self.groups for item in self._run_together(group)), *self.ends])
         backward = buckets.filled(list(self._backward()))
         update = tuple(
             Update(f"update {name}", name, placement)
@@ -146,6 +152,41 @@ class _Lowering:
         for (_, name), chain in zip(self.program.graph.updates, self.program.updates, strict=True):
             yield from self._redistributed(name, chain)
 
+    # Stretches
+
+    def _grouped(self) -> Iterator[list[_Lowered]]:
+        """The steps, those together that run as one function."""
+        if not self.decisions.stretch:
+            yield from ([one] for one in self.steps)
+            return
+        candidates = [self._candidate(one) for one in self.steps]
+        for numbers in grouped(self.program, candidates, self.decisions.stretch):
+            yield [self.steps[k] for k in numbers]
+
+    def _candidate(self, one: _Lowered) -> Candidate:
+        sends = any(isinstance(item, Exchange) for item in one.forward) or any(
+            not item.bucket and not self._is_local(item) for item in one.made
+        )
+        _, talks_back = sent_by(self.program.graph, one.step.node, one.step.rule)
+        region = self._region(one.step)
+        # Where a region keeps what some of its nodes made, each runs by itself.
+        partly = region >= 0 and bool(self.marked[region].kept)
+        takes = None if sends or talks_back or partly else tuple(item.value for item in one.made)
+        return Candidate(one.step, takes, region)
+
+    def _is_local(self, item: Redistribute) -> bool:
+        """It sends nothing, forward or backward."""
+        return item.transfer is None and not any(True for _ in self._transpose(item))
+
+    def _run_together(self, group: Sequence[_Lowered]) -> Iterator[Compute | Exchange | Redistribute | Stretch]:
+        if len(group) == 1:
+            yield from group[0].forward
+            return
+        first = group[0].step.node.name
+        yield from (item for one in group for item in one.made)
+        yield Stretch(f"stretch.{first}", tuple(one.step.node.name for one in group))
+        yield from (item for one in group for item in one.forward if not isinstance(item, Redistribute))
+
     # Backward
 
     def _reached(self) -> set[_Copy]:
@@ -180,32 +221,38 @@ class _Lowering:
         for item in reversed(self.ends):
             yield from self._transpose(item)
         regathered = self._regathered()
-        stretches = [list(group) for _, group in itertools.groupby(self.steps, key=lambda one: self._region(one.step))]
+        inside = itertools.groupby(self.groups, key=lambda group: self._region(group[0].step))
         count = 0
-        for stretch in reversed(stretches):
-            if stretch[0].step.node.name in self.regions:
-                yield from self._recomputed(f"recompute.{count}", stretch)
+        for groups in reversed([list(groups) for _, groups in inside]):
+            if groups[0][0].step.node.name in self.regions:
+                yield from self._recomputed(f"recompute.{count}", groups)
                 count += 1
-            for one in reversed(stretch):
-                name = one.step.node.name
-                yield from regathered.get(name, ())
-                if self._runs_backward(one.step):
-                    _, talks = sent_by(self.program.graph, one.step.node, one.step.rule)
-                    yield from (exchange(one.step, "backward", k, talk) for k, talk in enumerate(talks))
-                    yield Compute(compute_id(name, "backward"), name, "backward")
-                yield from one.back
+            for group in reversed(groups):
+                for one in reversed(group):
+                    yield from regathered.get(one.step.node.name, ())
+                for one in reversed(group):
+                    yield from self._run_back(one.step)
+                for one in reversed(group):
+                    yield from one.back
+
+    def _run_back(self, step: Step) -> Iterator[Item]:
+        if self._runs_backward(step):
+            name = step.node.name
+            _, talks = sent_by(self.program.graph, step.node, step.rule)
+            yield from (exchange(step, "backward", k, talk) for k, talk in enumerate(talks))
+            yield Compute(compute_id(name, "backward"), name, "backward")
 
     def _region(self, step: Step) -> int:
         return self.regions.get(step.node.name, -1)
 
-    def _recomputed(self, name: str, stretch: Sequence[_Lowered]) -> Iterator[Item]:
+    def _recomputed(self, name: str, groups: Sequence[Sequence[_Lowered]]) -> Iterator[Item]:
         """A region runs again: its conversions, and of its nodes those that somebody needs and nobody has kept."""
-        region = self.marked[self._region(stretch[0].step)]
+        region = self.marked[self._region(groups[0][0].step)]
         items = [
             item
-            for one in stretch
-            for item in one.forward
-            if isinstance(item, Redistribute) or item.node in region.again
+            for group in groups
+            for item in self._run_together(group)
+            if isinstance(item, Redistribute) or (not isinstance(item, Stretch) and item.node in region.again)
         ]
         # Who sends needs the others.
         sends = any(isinstance(i, Exchange) or (isinstance(i, Redistribute) and i.transfer is not None) for i in items)

@@ -10,6 +10,7 @@ again.
     GatherBucket    parameters on their way to copies, started here, each waited for where it is taken
     ReduceBucket    gradients on their way to stored pieces, sent here, waited for by the optimizer
     Recompute       the forward items that the backward pass runs again from here on
+    Stretch         the nodes that run from here on as one function
     Update          the optimizer updates a parameter
 
 An item's `id` is a function of the program alone, so it is the same on every device and in every run: what a run
@@ -96,10 +97,11 @@ class Decisions:
     regather: bool = False  # gathered copies are freed after their forward use and gathered again for the backward pass
     recompute: bool = True  # the regions that the model checkpoints run again; otherwise they keep what they save
     overlap: bool = True  # buckets travel behind computing; otherwise everyone waits for them
+    stretch: int = 0  # at most so many nodes, between two communications, run as one function; 0: each by itself
     reruns: tuple[Rerun, ...] = ()  # beside those that the model checkpoints, in the order of the program
 
     def __str__(self) -> str:
-        numbers = [f for f in fields(self) if f.name != "reruns"]
+        numbers = [f for f in fields(self) if f.name != "reruns" and (f.name != "stretch" or self.stretch)]
         told = [f"{field.name}={int(getattr(self, field.name))}" for field in numbers]
         return " ".join([*told, *([f"reruns={','.join(map(str, self.reruns))}"] if self.reruns else [])])
 
@@ -206,6 +208,14 @@ class Recompute:
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """From here on these nodes run as one function, forward and backward, with nothing sent in between."""
+
+    id: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """The optimizer updates what this device stores of a parameter."""
 
@@ -214,7 +224,7 @@ class Update:
     placement: Placement
 
 
-Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute
+Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute | Stretch
 
 
 @dataclass(frozen=True)
@@ -342,6 +352,8 @@ def _line(item: Item | Update) -> str:
     if isinstance(item, Bucket):
         hides = "" if item.hides else " waited for"
         return f"{item.id} = {item.collective} {item.dtype} {', '.join(item.members)}{hides}"
+    if isinstance(item, Stretch):
+        return f"{item.id} = {', '.join(item.nodes)}"
     if isinstance(item, Recompute):
         kept = f" keeps {', '.join(item.kept)}" if item.kept else ""
         on = f" on {', '.join(map(str, item.kinds))}" if item.kinds else ""
@@ -358,6 +370,7 @@ _RUN = re.compile(r"(run|again|back) (\S+)")
 _EXCHANGE = re.compile(r"exchange (run|again|back) (\S+) #(\d+)")
 _CONVERT = re.compile(r"(?:convert|take|give) ((∂?)(\S+) (\S+)→(\S+?)( again)?)(?: by (\S+))?")
 _BUCKET = re.compile(r"((gather|reduce)\.\d+) = (\w+) (\w+) (.+?)( waited for)?")
+_STRETCH = re.compile(r"(stretch\.\S+) = (.+)")
 _RECOMPUTE = re.compile(r"(recompute\.\d+) = (.+?)(?: keeps (.+?))?(?: on ([\d, ]+))?")
 _UPDATE = re.compile(r"update (\S+) (\S+)")
 _PHASES: Mapping[str, Phase] = {"run": "forward", "again": "again", "back": "backward"}
@@ -410,6 +423,8 @@ class _Parser:
             return kind(
                 match[1], tuple(match[5].split(", ")), (Transfer("", match[3], 0, dtype=match[4]),), not match[6]
             )
+        if match := _STRETCH.fullmatch(line):
+            return Stretch(match[1], tuple(match[2].split(", ")))
         if match := _RECOMPUTE.fullmatch(line):
             kept, kinds = (tuple(part.split(", ")) if part else () for part in (match[3], match[4]))
             return Recompute(match[1], tuple(match[2].split(", ")), kept, tuple(map(int, kinds)))

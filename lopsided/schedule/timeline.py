@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from lopsided.cluster.collectives import Network
 from lopsided.schedule.cost import Scale, Transfer
 from lopsided.schedule.pricing import Computed, PricedStep
-from lopsided.schedule.schedule import Bucket, Compute, Exchange, GatherBucket, Item, Recompute, Redistribute
+from lopsided.schedule.schedule import Bucket, Compute, Exchange, GatherBucket, Item, Recompute, Redistribute, Stretch
 
 NETWORK = "network"
 
@@ -194,7 +194,7 @@ class _Lanes:
                 if (computed := self.items.get(item.id)) is not None:
                     stretch.append(computed)
                 continue
-            if isinstance(item, Recompute) or (
+            if isinstance(item, Recompute | Stretch) or (
                 isinstance(item, Redistribute)
                 and item.bucket not in self.gathers
                 and (item.bucket or not item.transfer)

@@ -42,6 +42,7 @@ class Run:
     shares: Shares
     regather: bool = False
     reruns: tuple[Rerun, ...] = ()
+    stretch: int = 0
 
 
 def cluster_of(devices: int, speeds: Sequence[float] = ()) -> Cluster:
@@ -109,7 +110,7 @@ def parsed(run: Run) -> Plan:
     if any(rerun.kinds for rerun in run.reruns):
         where = cluster_of(0, [1e10] * len(run.shares))
         plan = replace(plan, cluster=where, on=where)
-    return replace(plan, reruns=run.reruns)
+    return replace(plan, reruns=run.reruns, stretch=run.stretch)
 
 
 # Jobs
