@@ -139,6 +139,14 @@ def test_what_is_learned_on_devices_belongs_to_them(graph: Graph) -> None:
     assert plan_graph(graph, on).step_s <= plan_graph(graph, cluster_of(fast, within=1e11)).step_s / BETTER
 
 
+@pytest.mark.parametrize("between", [5e9, 5e10])
+def test_as_many_of_the_fastest_are_used_as_pay(graph: Graph, between: float) -> None:
+    """Fifteen of twenty-four are neither half of them nor all but one, two, four or eight."""
+    speeds = [8 + k / 100 if k < 15 else (1 + k / 100) / 40 for k in range(24)]
+    on = cluster_of(*(kind(f"d{k}", speed) for k, speed in enumerate(speeds)), between=between)
+    assert plan_graph(graph, on).step_s <= plan_graph(graph, on.only(range(15))).step_s / BETTER * (1 + 1e-9)
+
+
 # What devices are worth
 
 
