@@ -46,6 +46,7 @@ bench: $(READY)
 	@$(BIN)/python benchmarks/planner.py
 	@$(BIN)/python benchmarks/runtime.py
 	@$(BIN)/python benchmarks/scripts/run.py
+	@$(BIN)/python benchmarks/shapes.py
 
 # Needs a quiet machine and root (unequal hosts); three hours or more. GPU labs: benchmarks/proof.py --lab lab-gpu
 proof: $(READY)

@@ -156,6 +156,53 @@ def scripts_page(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def shapes_page(data: dict[str, Any]) -> str:
+    goals, trained, rows = data["goals"], data["trained"], data["rows"]
+    worst = max(one["step_s"] / one["alone_s"] for row in rows for one in row["lengths"])
+    met = {
+        "own": _met(worst <= goals["of_its_own_plan"]),
+        "faster": _met(min(row["faster"] for row in rows) >= goals["faster"]),
+        "worst": _met(trained["worst"] < goals["worst"]),
+        "programs": _met(trained["programs"] <= goals["programs"]),
+    }
+    many, ratio = data["batches"], trained["padded_s"] / trained["bucketed_s"]
+    lines = [
+        NOTE,
+        "# Batches of any length\n",
+        f"`{data['about']['command']}`, commit {data['about']['commit']}, torch {data['about']['torch']}, "
+        f"{data['about']['machine']}.\n",
+        f"{many} batches of {many} lengths, at the quantiles of a log-normal distribution (median {data['median']}, "
+        f"sigma {data['sigma']}, at most {data['longest']}), as samplers that group by length make them. One "
+        "`parallelize(batches=...)` plans for all of them, and no plan is made afterwards. A batch is filled up to the "
+        "next of the lengths that were chosen for the distribution, each with a program on the same storage.\n",
+        "## Predicted\n",
+        "*Of its own plan*: a step under the common plan over one under a plan made for that length alone, for each "
+        f"length that is run; goal: at most {goals['of_its_own_plan']} ({met['own']}). *Unfilled*: over a plan "
+        "made for a batch's own length, not filled up, the mean of every tenth. *Faster*: than filling up "
+        f"everything to the greatest length, under a plan for that; goal: {goals['faster']} ({met['faster']}).\n",
+        "| model | cluster | lengths | of its own plan, each | unfilled | faster |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        each = ", ".join(f"{one['step_s'] / one['alone_s']:.3f}" for one in row["lengths"])
+        lengths = ", ".join(str(one["length"]) for one in row["lengths"])
+        cells = (f"`{row['model']}`", row["cluster"], lengths, each, f"{row['unfilled']:.2f}", f"{row['faster']:.2f} ×")
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Where short and long batches want different devices, storage is where the whole distribution wants it, and "
+        "the rarer lengths pay.\n",
+        "## Trained\n",
+        f"`{trained['model']}`, at most {trained['longest']} long, on {trained['processes']} processes, planned "
+        f"for as devices of speeds 2 : 3 : 5, over gloo, in float64: {many} steps of AdamW, each on another length, "
+        "against one device on the same batches as they are. Worst relative difference of a loss: "
+        f"{trained['worst']:.0e} ({met['worst']}). Programs: {trained['programs']} ({met['programs']}; goal: at most "
+        f"{goals['programs']}). Filled up to the greatest length, the same batches take {ratio:.2f} times the "
+        "processor's time, in the same processes and with programs ready.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def planning_page(
     speed: dict[str, Any], kinds: dict[str, Any], quality: dict[str, Any], against_random: dict[str, Any]
 ) -> str:
@@ -478,6 +525,7 @@ PAGES: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
     ("planning", planning_page, ("planner", "kinds", "quality", "against_random")),
     ("runtime-benchmarks", runtime_page, ("runtime", "runtime-cuda")),
     ("scripts", scripts_page, ("scripts",)),
+    ("shapes", shapes_page, ("shapes",)),
 )
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ class Key:
     fits: Callable[[Any], object] | None = None  # what else must hold
     wanted: str = ""  # in words, for who gives something else
     example: str = ""
+    rare: bool = False  # left out of a file where it is the default
     read: Callable[[object, Place], object] | None = None  # in place of what the annotation says
     write: Callable[[Any], object] | None = None
 
@@ -293,12 +294,14 @@ class _Slot:
     needed: bool
     example: str
     codec: _Codec
+    left_out: object = MISSING  # this value is not written
 
 
 def _slot(field: Field[Any], annotation: Any) -> _Slot:
     key = next((each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Key)), Key())
     needed = field.default is MISSING and field.default_factory is MISSING
-    return _Slot(field.name, (key.name or field.name, *key.was), needed, key.example, _codec(annotation))
+    left_out = field.default if key.rare else MISSING
+    return _Slot(field.name, (key.name or field.name, *key.was), needed, key.example, _codec(annotation), left_out)
 
 
 def _table_codec(cls: Any) -> _Codec:
@@ -330,7 +333,8 @@ def _table_codec(cls: Any) -> _Codec:
             raise here.kind.error(error.what, where=here.where, do=here.kind.do or error.do, **error.facts) from None
 
     def write(value: object) -> dict[str, object]:
-        return {slot.keys[0]: slot.codec.write(getattr(value, slot.name)) for slot in slots}
+        named = ((slot, getattr(value, slot.name)) for slot in slots)
+        return {slot.keys[0]: slot.codec.write(found) for slot, found in named if found != slot.left_out}
 
     return _Codec(read, write, is_table=True)
 

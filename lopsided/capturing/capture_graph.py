@@ -10,6 +10,7 @@ real, fake or on `meta`. Out: a `Graph` of the ops as people write them (`linear
     in-place ops, also through views         functional ops                      `lopsided.capturing.functionalize`
     batch norm and buffers it changes        results of the node, graph updates  `Tracer.batch_norm`
     parameters used under two names          one leaf                            `Tracer.leaf`
+    sizes and numbers that depend on data    all rows, and which count           `lopsided.capturing.selections`
     control flow that depends on data        refused with the user's line        `lopsided.capturing.diagnosis`
 """
 
@@ -30,6 +31,7 @@ from lopsided.capturing.call import (
     Arguments,
     Handed,
     LossFn,
+    NotReturned,
     Rebuild,
     find_loss,
     flatten_batch,
@@ -43,6 +45,7 @@ from lopsided.capturing.eager_check import check_against_eager, fewer_rows
 from lopsided.capturing.export import assignments, export_flat
 from lopsided.capturing.reads import Reading, Reads
 from lopsided.capturing.saved_tensors import record_saved
+from lopsided.capturing.selections import fix_sizes, sizes_agree
 from lopsided.capturing.tracer import Tracer, numbered
 from lopsided.errors import CaptureError
 from lopsided.ir.graph import Graph, Node
@@ -133,10 +136,29 @@ def _traced(model: nn.Module, batch: object, loss_fn: LossFn | None, *, needs_lo
     # A model on `meta` makes its own tensors there too, where it does not say otherwise.
     with torch.device("meta") if any(p.is_meta for p in model.parameters()) else nullcontext():
         exported = _export(wrapped, inputs)
+    left_out = fix_sizes(exported)
     tracer = Tracer(model, exported, list(tensors), wrapped.replaced)
     graph, names = tracer.graph()
     returned = Returned(names, wrapped.build, wrapped.loss_at)
+    if left_out:
+        returned = _without(returned, left_out)
     return Captured(graph, graph, returned, wrapped.has_loss, wrapped.reading.reads, graph)
+
+
+def _without(returned: Returned, left_out: Collection[int]) -> Returned:
+    """What a call returns, where some of it has no fixed size and is not handed on."""
+
+    def build(parts: Sequence[Any]) -> Any:
+        feed, total = iter(parts), len(parts) + len(left_out)
+        return returned.build(
+            [
+                NotReturned("tensor whose size depends on the data") if k in left_out else next(feed)
+                for k in range(total)
+            ]
+        )
+
+    loss = returned.loss
+    return Returned(returned.names, build, None if loss is None else loss - sum(k < loss for k in left_out))
 
 
 def without_unused(graph: Graph, *, kept: Collection[str] = ()) -> Graph:
@@ -193,10 +215,11 @@ class _Step(nn.Module):
         args, kwargs = self._rebuild(list(tensors))
         call = Arguments(args, kwargs)
         handed = hand_out(self.model, self._loss_fn[0], call, in_form_of(self._batch, args, kwargs))
-        with assignments(self.model, self.replaced), self.reading.watching(self.model):
-            output = self.model(*handed.forward.args, **handed.forward.kwargs)
-        parts, self.build = take_apart(output)
-        loss = self._loss(output, handed)
+        with sizes_agree():
+            with assignments(self.model, self.replaced), self.reading.watching(self.model):
+                output = self.model(*handed.forward.args, **handed.forward.kwargs)
+            parts, self.build = take_apart(output)
+            loss = self._loss(output, handed)
         self.has_loss = loss is not None
         self.loss_at = next((k for k, part in enumerate(parts) if part is loss), None)
         if loss is None:

@@ -36,10 +36,17 @@ _ASKED_BY = (
         "repeat it a fixed number of times, and keep what is done with torch.where",
     ),
     (
+        ("for",),
+        "the model goes through a tensor in a Python loop, or through as many steps as a tensor says",
+        "let every row compute, and choose with a mask; of a model of transformers with experts,"
+        ' model.set_experts_implementation("grouped_mm") or "batched_mm"',
+    ),
+    (
         ("",),
         "the model branches in Python on a tensor's values",
-        "compute both ways and choose with torch.where(condition, this, that), or switch the branch off in the model's"
-        " configuration",
+        "compute both ways and choose with torch.where(condition, this, that); leave out a branch that asks whether a"
+        " mask selects any row (x[mask].sum() / mask.sum().clamp(min=1) is zero where it selects none); or switch it"
+        " off in the model's configuration",
     ),
 )
 
@@ -47,9 +54,9 @@ _ASKED_BY = (
 _ADVICE = (
     (
         ("Could not extract specialized integer",),
-        "the model needs a whole number that it reads from a tensor, for a size, a slice or a loop",
-        "pass the number to forward as a Python integer beside the batch, or take the greatest one there can be and"
-        " mask what is beyond",
+        "the model needs a whole number that it reads from a tensor (int(), float(), len(), range())",
+        "keep it a tensor: x / mask.sum() divides as by a number, rows.shape[0] counts rows that a mask selects, and"
+        " x.item() may be computed with and end a slice; for a loop, pass the number to forward as a Python integer",
     ),
     (
         ("DataDependent", "data-dependent", "GuardOnDataDependent", "unbacked", "DynamicOutputShape"),

@@ -214,19 +214,13 @@ class Tracer:
                 do="write the op so that it returns a new tensor",
             )
         elif not isinstance(target, OpOverload) or not _is_tensors(node.meta.get("val")):
-            # A number read from a tensor. Most end in a check, which is dropped; refused where an op needs it.
+            # Most end in a check, which is dropped; refused where an op needs it.
             given = next((arg for arg in node.args if isinstance(arg, fx.Node) and arg in self.unknown), None)
             self.unknown[node] = self.refusal(node, source) if given is None else self.unknown[given]
         else:
             self.op(node, target, source)
 
     def refusal(self, node: fx.Node, source: Source) -> CaptureError:
-        if isinstance(node.target, OpOverload):
-            return CaptureError(
-                "an op needs a Python number that the model reads from a tensor (.item(), int(), float())",
-                where=str(source),
-                do="keep it a tensor, or compute it from shapes and constants",
-            )
         called = getattr(node.target, "__name__", str(node.target))
         return CaptureError(
             f"the model calls {called}, which is not an op on tensors",
@@ -242,7 +236,7 @@ class Tracer:
         self.names[node] = self.inline(inner)
 
     def op(self, node: fx.Node, target: OpOverload, source: Source) -> None:
-        results = tuple(self.results(node, source))
+        results = tuple(self.results(node))
         args = tuple(self.arg(arg) for arg in node.args)
         # In the order of the schema, so that operands are listed alike however the call was written.
         order = [argument.name for argument in target._schema.arguments]
@@ -261,16 +255,10 @@ class Tracer:
         single = isinstance(node.meta["val"], Tensor)
         self.names[node] = Ref(names[0]) if single else tuple(Ref(name) for name in names)
 
-    def results(self, node: fx.Node, source: Source) -> Iterator[Value]:
+    def results(self, node: fx.Node) -> Iterator[Value]:
         made = node.meta["val"]
         tensors = [made] if isinstance(made, Tensor) else list(made)
         for k, tensor in enumerate(tensors):
-            if not all(isinstance(size, int) for size in tensor.shape):
-                raise CaptureError(
-                    f"{node.target} makes a tensor whose size depends on the data",
-                    where=str(source),
-                    do="use torch.where or masks of fixed shape in place of boolean indexing and nonzero",
-                )
             yield self.value(node.name if len(tensors) == 1 else f"{node.name}_{k}", tensor)
 
     def batch_norm(self, call: Node) -> Ref:

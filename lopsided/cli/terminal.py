@@ -150,7 +150,7 @@ Model = Annotated[
     str,
     typer.Argument(
         help="A zoo name with sizes (gpt2:layers=2,width=64), file.py:function, package.module:function, "
-        "or hf:ClassName:key=value"
+        "or hf:ClassName:key=value; a list is written [1,2]"
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -161,7 +161,7 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose,
 _SMALL = 200_000_000  # parameters: below a gigabyte, and built in a second or two
 
 
-def load_shapes(model: str, batch: int | None) -> tuple[torch.nn.Module, dict[str, object]]:
+def load_shapes(model: str, batch: int | None) -> tuple[torch.nn.Module, object]:
     """Capturing needs shapes only: a large model is built without memory, if its code allows that.
 
     A small one is built for real. What some models compute while they are captured differs on `meta` (the first token

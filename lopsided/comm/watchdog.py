@@ -22,6 +22,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import struct
 import sys
 import threading
@@ -52,6 +53,7 @@ _GRACE_S = 10.0  # for the main thread to notice by itself what the thread knows
 _WORDS = 3  # of 8 bytes, for the name of a call
 _LEAVE_S = 3.0  # that a rank takes at most to tell that it fails or leaves, and rank 0 stays for others that leave
 _STAY_S = 10.0  # that rank 0 stays at most for others to read why it failed
+_CONTENT = re.compile(r" holding [0-9a-f]{8}")
 _numbers = itertools.count()
 
 FORWARD = "a forward pass"
@@ -328,10 +330,16 @@ class Watchdog:
             raise self.explain(error, what) from error
         finally:
             self.left()
+        odd = odd_ones(dict(zip(self.world.ranks, told, strict=True)))
+        # With the same shapes, what differs is what is in them.
+        alike = not odd_ones({k: one | {"inputs": _CONTENT.sub("", one["inputs"])} for k, one in enumerate(told)})
         raise WorldError(
-            f"ranks do not do the same: {odd_ones(dict(zip(self.world.ranks, told, strict=True)))}",
+            f"ranks do not do the same: {odd}",
             where=f"rank {self.world.rank}, step {facts['step']}",
-            do="run the same steps on every rank, with batches of the same shapes",
+            do="the batches have the same shapes and differ: give each rank its rows (lopsided.shard(loader, pm)), or "
+            "all the same whole batch (the same seed before the loader is made and wherever inputs are drawn)"
+            if alike
+            else "run the same steps on every rank, with batches of the same shapes",
         )
 
     def _refuse_calls(self, calls: Mapping[int, str]) -> NoReturn:

@@ -58,7 +58,7 @@ class Size:
         )
 
 
-def build(size: Size) -> tuple[nn.Module, dict[str, object]]:
+def build(size: Size) -> tuple[nn.Module, object]:
     """The model, the same everywhere, and a batch for its shapes."""
     torch.manual_seed(_SEED)
     return load(size.spec)

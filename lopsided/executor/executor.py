@@ -35,6 +35,7 @@ from lopsided.executor.instructions import (
 from lopsided.executor.local_op import AnyRandomness, LocalOp
 from lopsided.executor.prefetch import CopyBucket, GatheredCopy, Gathers
 from lopsided.executor.randomness import streams_of
+from lopsided.executor.spared import spared
 from lopsided.ir.graph import Context
 from lopsided.ir.op_call import surroundings
 from lopsided.ir.placement import Placement
@@ -44,6 +45,7 @@ from lopsided.schedule.schedule import (
     Compute,
     GatherBucket,
     Item,
+    Recompute,
     Redistribute,
     ReduceBucket,
     Schedule,
@@ -63,7 +65,10 @@ class Ran:
 
 
 class Executor:
-    """The instructions of a schedule on one device. `outputs` are values that are handed out, as they are placed."""
+    """The instructions of a schedule on one device. `outputs` are values that are handed out, as they are placed.
+
+    `kind` is the number of the device's kind: some regions run again on some kinds only.
+    """
 
     def __init__(
         self,
@@ -74,8 +79,9 @@ class Executor:
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
         outputs: Sequence[str] = (),
+        kind: int = 0,
     ) -> None:
-        compiler = _Compiler(schedule, exchange, gradients, random, parameters, device, outputs)
+        compiler = _Compiler(schedule, exchange, gradients, random, parameters, device, outputs, kind)
         program = schedule.program
         self.schedule, self.exchange, self.random = schedule, exchange, random
         self.instructions = compiler.instructions()
@@ -121,7 +127,9 @@ class _Compiler:
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
         outputs: Sequence[str],
+        kind: int,
     ) -> None:
+        self.kind = kind
         self.schedule, self.program, self.exchange = schedule, schedule.program, exchange
         self.gradients, self.random, self.parameters, self.device = gradients, random, parameters, device
         self.values = self.program.graph.values
@@ -148,8 +156,10 @@ class _Compiler:
         """For each node the copies that are gathered again right before its backward pass."""
         found: dict[str, list[tuple[str, Placement]]] = {}
         waiting: list[tuple[str, Placement]] = []
+        runs_again = False  # a region, which takes its copies itself
         for item in self.schedule.backward:
-            if isinstance(item, Redistribute) and item.phase == "again":
+            runs_again = isinstance(item, Recompute) or (runs_again and getattr(item, "phase", "again") == "again")
+            if isinstance(item, Redistribute) and item.phase == "again" and not runs_again:
                 waiting.append((item.value, item.to))
             elif isinstance(item, Compute):
                 if item.phase == "backward" and waiting:
@@ -170,13 +180,18 @@ class _Compiler:
             instruction = self._instruction(item)
             if instruction is not None:
                 made.append(instruction)
-                regions.append(self.schedule.recomputed.get(node, ""))
+                regions.append(self._region(node))
         self.freed = [copy for i in made if isinstance(i, RunNode) for copy in i.again]
         for instruction in made:
             if isinstance(instruction, RunNode):
                 instruction.saves_copies = not {*self.freed}.isdisjoint(instruction.operands)
         self._free(made, self._ends())
         return list(self._in_regions(made, regions))
+
+    def _region(self, node: str) -> str:
+        """The region in which a node runs again on this device, or none."""
+        name = self.schedule.recomputed.get(node, "")
+        return name if name and self.schedule.regions[name].runs_on(self.kind) else ""
 
     def _instruction(self, item: Item) -> Instruction | None:
         if isinstance(item, Compute):
@@ -287,12 +302,19 @@ class _Compiler:
             yield Region(
                 self.random,
                 self.context,
-                inside,
+                [self._in_region(instruction, region) for instruction in inside],
                 tuple(s for s in reads if s not in leaves),
                 tuple(s for s in reads if s in leaves),
                 tuple(s for s in written if s in later),
                 free=tuple(s for s in freed if s not in written),
             )
+
+    def _in_region(self, instruction: Instruction, region: str) -> Instruction:
+        if not isinstance(instruction, RunNode) or instruction.node.name in self.schedule.again:
+            return instruction
+        keeps = instruction.node.name in self.schedule.regions[region].kept
+        trained = [self.values[name].grad for name in instruction.node.operands]
+        return spared(instruction, keeps=keeps, trained=trained)
 
     def _ends(self) -> set[int]:
         """The slots that are asked for after the forward pass."""

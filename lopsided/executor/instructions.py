@@ -48,6 +48,7 @@ class Pass:
         recorder: Recorder | None,
     ) -> None:
         self.recorder, self.suffix = recorder, ""
+        self.remembered: Remembered | None = None
         self._exchange, self._again, self._stored = exchange, again, stored
         self.gatherer = Gatherer(exchange, gathers, stored.__getitem__)
         self._backward: Gatherer | None = None
@@ -65,11 +66,32 @@ class Pass:
             self.begin_backward()
         return self._backward  # type: ignore[return-value]
 
-    def again(self) -> Pass:
+    def again(self, remembered: Remembered) -> Pass:
         """The same for a region that runs once more, in the backward pass."""
+        return self._but(gatherer=self.behind(), regathered=None, suffix=" again", remembered=remembered)
+
+    def remembering(self, remembered: Remembered) -> Pass:
+        """The same for a region that runs for the first time."""
+        return self._but(regathered=None, remembered=remembered)
+
+    def _but(self, **changed: object) -> Pass:
         other = object.__new__(Pass)
-        other.__dict__ |= self.__dict__ | {"gatherer": self.behind(), "regathered": None, "suffix": " again"}
+        other.__dict__ |= self.__dict__ | changed
         return other
+
+
+@dataclass(slots=True)
+class Remembered:
+    """What the nodes of a region that do not run again made the first time, kernel by kernel, in order.
+
+    An entry of `made` is a place in `kept`, or what describes a tensor that nobody needs (`spared`).
+    """
+
+    made: list[tuple[list[Any], Any]]
+    kept: list[Tensor]
+
+    def take(self) -> tuple[list[Any], Any]:
+        return self.made.pop(0)
 
 
 class BeginBackward(torch.autograd.Function):
@@ -195,6 +217,11 @@ class RunNode(Instruction):
     def writes(self) -> tuple[int, ...]:
         return self.results
 
+    @property
+    def runs_once(self) -> bool:
+        """Whether it has no part in its region's running again."""
+        return False
+
     def run(self, slots: Slots, this: Pass) -> None:
         operands = [slots[k] for k in self.operands]
         kept = this.regathered if self.saves_copies else None
@@ -239,7 +266,8 @@ def _run_recorded(instruction: Instruction, slots: Slots, this: Pass, recorder: 
     if not isinstance(instruction, RunNode):
         instruction.run(slots, this)
         return
-    recorder.mark(instruction.node.name, instruction.node.name + this.suffix)
+    if not (this.suffix and instruction.runs_once):
+        recorder.mark(instruction.node.name, instruction.node.name + this.suffix)
     instruction.run(slots, this)
     recorder.idle()
     for slot in instruction.results[:1]:
@@ -290,10 +318,11 @@ class _Again(torch.autograd.Function):
         ctx: Any, region: Region, slots: Slots, this: Pass, leaves: dict[int, Tensor], always: Tensor, *taken: Tensor
     ) -> Any:
         state = region.random.state() if isinstance(region.random, RankRandomness) else None
-        ctx.about = (region, leaves, state, len(slots), this)
-        ctx.save_for_backward(*taken)
+        remembered = Remembered([], [])
         inner: Slots = list(slots)
-        run_all(region.inside, inner, this)
+        run_all(region.inside, inner, this.remembering(remembered))
+        ctx.about = (region, leaves, state, len(slots), this, remembered.made, len(taken))
+        ctx.save_for_backward(*taken, *remembered.kept)
         # Detached: a slot may hold a parameter itself, which must not become the result of this function.
         made = tuple(inner[slot].detach() for slot in region.gives)
         ctx.mark_non_differentiable(*(t for t in made if not t.dtype.is_floating_point and not t.is_complex()))
@@ -301,18 +330,20 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        region, leaves, state, count, this = ctx.about
+        region, leaves, state, count, this, made, from_outside = ctx.about
         slots: Slots = [None] * count
         for slot, tensor in leaves.items():
             slots[slot] = tensor
-        taken = [t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors]
+        saved = ctx.saved_tensors
+        taken = [t.detach().requires_grad_(t.requires_grad) for t in saved[:from_outside]]
+        remembered = Remembered(list(made), list(saved[from_outside:]))
         for slot, tensor in zip(region.takes, taken, strict=True):
             slots[slot] = tensor
         now = region.random.state() if isinstance(region.random, RankRandomness) else None
         if now is not None:
             region.random.set_state(state)
         with torch.enable_grad(), surroundings(region.context), streams_of(region.random):
-            run_all(region.inside, slots, this.again())
+            run_all(region.inside, slots, this.again(remembered))
         if now is not None:
             region.random.set_state(now)
         ends = [

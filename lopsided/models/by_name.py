@@ -7,7 +7,8 @@ Three forms, each with overrides after a last colon, all optional:
                                             that returns (module, batch)
     hf:LlamaForCausalLM:num_hidden_layers=4 a randomly initialised `transformers` model
 
-A batch is a dict of keyword arguments of the module. Overrides are read by their type, never evaluated.
+A batch is a dict of keyword arguments of the module, a tuple of its arguments by position, or its one argument.
+Overrides are read by their type, never evaluated; a list is written [1,2,3].
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from torch import nn
+from torch import Tensor, nn
 
 from lopsided.errors import ModelError
 from lopsided.models import hugging_face as hf
 from lopsided.models import zoo
 
-Model = tuple[nn.Module, dict[str, object]]
+Model = tuple[nn.Module, object]
+
+_OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
 
 SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -41,8 +45,7 @@ def load(spec: str, *, batch: int | None = None) -> Model:
         raise ModelError(f"a batch of {batch}", where=f"model {spec!r}", do="choose a batch from 1 up")
     if head == "hf":
         class_name, _, overrides = rest.partition(":")
-        module, made = hf.build(class_name, split_overrides(overrides, spec), batch=batch)
-        return module, dict(made)
+        return hf.build(class_name, split_overrides(overrides, spec), batch=batch)
     if head.endswith(".py") and (not rest or "=" in rest.partition(":")[0]):
         raise ModelError(
             f"{head} is a file, and no function in it is named",
@@ -59,9 +62,9 @@ def load(spec: str, *, batch: int | None = None) -> Model:
 
 
 def split_overrides(text: str, spec: str) -> dict[str, str]:
-    """The pairs of "layers=2,width=64"."""
+    """The pairs of "layers=2,depths=[1,1]"."""
     pairs: dict[str, str] = {}
-    for item in filter(None, text.split(",")):
+    for item in filter(None, _OUTSIDE_BRACKETS.split(text)):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not (equals and key and value):
             raise ModelError(
@@ -73,6 +76,21 @@ def split_overrides(text: str, spec: str) -> dict[str, str]:
             raise ModelError(f"{key} is set twice", where=f"model {spec!r}", do="keep one of the two")
         pairs[key] = value
     return pairs
+
+
+def items_of(text: str) -> list[str] | None:
+    """The items of a list in brackets; None for anything else."""
+    text = text.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    return [item.strip() for item in text[1:-1].split(",") if item.strip()]
+
+
+def argument(text: str, like: object, key: str, spec: str) -> zoo.Size | list[zoo.Size]:
+    """As `typed`, or a list of it."""
+    if (items := items_of(text)) is None:
+        return typed(text, like, key, spec)
+    return [typed(item, like[0] if isinstance(like, list | tuple) and like else None, key, spec) for item in items]
 
 
 def typed(text: str, like: object, key: str, spec: str) -> zoo.Size:
@@ -110,8 +128,7 @@ def load_zoo(spec: str, batch: int | None) -> Model:
     }
     if batch is not None:
         overrides["batch"] = batch
-    module, made = zoo.build(name, **overrides)
-    return module, dict(made)
+    return zoo.build(name, **overrides)
 
 
 def load_function(place: str, function_name: str, overrides: dict[str, str], batch: int | None, spec: str) -> Model:
@@ -183,7 +200,7 @@ def import_module(place: str, where: str) -> ModuleType:
 
 def arguments_of(
     function: Callable[..., object], overrides: dict[str, str], batch: int | None, spec: str
-) -> dict[str, zoo.Size]:
+) -> dict[str, zoo.Size | list[zoo.Size]]:
     """The overrides as arguments, read by the defaults in the function's signature, if it has one."""
     where = f"model {spec!r}"
     try:
@@ -191,7 +208,7 @@ def arguments_of(
     except (TypeError, ValueError):  # something in C without a signature: let the call decide
         parameters = {"anything": inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    arguments: dict[str, zoo.Size] = {}
+    arguments: dict[str, zoo.Size | list[zoo.Size]] = {}
     for key, text in overrides.items():
         if key not in parameters and not takes_any:
             close = difflib.get_close_matches(key, list(parameters), n=3)
@@ -203,7 +220,7 @@ def arguments_of(
                 else f"choose among {', '.join(parameters) or 'none: it takes no arguments'}",
             )
         default = parameters[key].default if key in parameters else None
-        arguments[key] = typed(text, default, key, spec)
+        arguments[key] = argument(text, default, key, spec)
     if batch is not None:
         if "batch" not in parameters and not takes_any:
             raise ModelError(
@@ -230,8 +247,8 @@ def in_user_code(what: str, error: Exception, where: str) -> ModelError:
 
 
 def checked(returned: object, function_name: str, where: str) -> Model:
-    """`returned` if it is a module and a dict of its arguments."""
-    do = "return (module, batch): an nn.Module and a dict of the keyword arguments of its forward"
+    """`returned` if it is a module and a batch for it."""
+    do = "return (module, batch): an nn.Module and the arguments of its forward, a dict by name or a tuple by position"
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         count = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
         raise ModelError(
@@ -242,6 +259,7 @@ def checked(returned: object, function_name: str, where: str) -> Model:
         raise ModelError(
             f"{function_name}() returned a {type(module).__name__} in place of a module", where=where, do=do
         )
-    if not isinstance(batch, dict) or not all(isinstance(key, str) for key in batch):
+    is_named = isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch)
+    if not is_named and not isinstance(batch, tuple | list | Tensor):
         raise ModelError(f"{function_name}() returned a {type(batch).__name__} in place of a batch", where=where, do=do)
-    return module, dict(batch)
+    return module, batch

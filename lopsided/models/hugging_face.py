@@ -267,12 +267,13 @@ def override(values: dict[str, Any], config: Any, key: str, text: str, where: st
 
 
 def parse(text: str, like: object, key: str, where: str) -> Any:
-    """`text` as the type of `like`; dashes between the items of a list; a guess where `like` is None."""
+    """`text` as the type of `like`; a list as [1,2] or 1-2; a guess where `like` is None."""
     try:
         if isinstance(like, bool):
             return {"true": True, "false": False}[text.lower()]
         if isinstance(like, list | tuple):
-            return [parse(item, like[0] if like else None, key, where) for item in text.split("-")]
+            items = text.strip("[]").split("," if text.startswith("[") else "-")
+            return [parse(item.strip(), like[0] if like else None, key, where) for item in items]
         if isinstance(like, int | float):
             # Many configurations write 0 or 1 for what is a fraction.
             return int(text) if isinstance(like, int) and text.lstrip("-").isdecimal() else float(text)
@@ -403,7 +404,13 @@ def lookup_image_token(config: Any) -> int | None:
 
 def fill_image_tokens(made: Batch, config: Any, image_token: int) -> None:
     """Begin each text with as many image tokens as the image has patches."""
-    (height, width), (tall, wide) = pair(lookup(config, "image_size")), pair(lookup(config, "patch_size"))
+    if (image := lookup(config, "image_size")) is None:
+        raise ModelError(
+            f"{type(config).__name__} does not say how large images are, so there is no batch for it",
+            where="hf:",
+            do="build it in a function of your own, and name that: file.py:function",
+        )
+    (height, width), (tall, wide) = pair(image), pair(lookup(config, "patch_size"))
     patches = (height // tall) * (width // wide)
     count = min(patches, lookup(config, "mm_tokens_per_image") or patches)  # Gemma 3 pools its patches
     text = made["input_ids"]

@@ -183,9 +183,9 @@ class _LinearProgram:
     def _held(self, k: int) -> _Row:
         """What a device of this kind holds, as a part of its limit."""
         limit = max(self.memory.limits[k], 1.0)
-        row = _Row(self.memory.whole / limit)
-        for (name, _), size in self.memory.cut.items():
-            row.add(self._share(name, k), size / limit / self.counts[k])
+        row = _Row(self.memory.whole[k] / limit)
+        for (name, _), sizes in self.memory.cut.items():
+            row.add(self._share(name, k), sizes[k] / limit / self.counts[k])
         return row
 
     def best(self) -> tuple[_Solution, int]:

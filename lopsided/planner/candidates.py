@@ -21,7 +21,7 @@ from lopsided.planner.search import Found
 from lopsided.planner.search_cost import Hidden
 from lopsided.schedule.memory import Holding
 from lopsided.schedule.pricing import PricedStep
-from lopsided.schedule.schedule import BUCKET_BYTES
+from lopsided.schedule.schedule import BUCKET_BYTES, Rerun
 from lopsided.schedule.timeline import Timeline
 
 MEMORY_IN_USE = 0.92
@@ -51,6 +51,7 @@ class Candidate:
     sort: Sort
     found: Found | None = None  # the search it comes from
     bucket_bytes: int = BUCKET_BYTES
+    reruns: tuple[Rerun, ...] = ()
 
     @property
     def step_s(self) -> float:

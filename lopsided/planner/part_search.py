@@ -21,11 +21,13 @@ from lopsided.ir.program import one_device
 from lopsided.planner.ablation import OVERLAP
 from lopsided.planner.candidates import Candidate, Learned, memory_limits
 from lopsided.planner.proposals import CandidatePool
+from lopsided.planner.recompute import everything
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden
 from lopsided.schedule.schedule import BUCKET_BYTES
 
 _ROUNDS = 2  # of search and balance in turn, after the first from a seed
 _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
+_SHORT = 2  # of the programs that do not fit are tried with something run again
 _HALVINGS = 3  # of what lies between them
 _ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
 _FAR = 1.15  # times the best step: a part whose first candidate takes longer is left at that
@@ -125,10 +127,28 @@ class PartSearch:
         return made
 
     def fitting(self, name: str, shares: Shares, hidden: Hidden) -> Candidate | None:
-        """One search and one balance. Where memory is short, at the lowest price for holding bytes at which all fits.
+        """One search and one balance; where memory is short, the same with a price for holding bytes.
 
-        That price, once found, is where the next search begins.
+        And what was found and does not fit, with what it saves run again in place of kept: that may be quicker.
         """
+        found = self._fitting(name, shares, hidden)
+        recomputed = [made for base in self._short() if (made := self.pool.made_to_fit(base)) is not None]
+        return found or min(recomputed, key=lambda made: made.step_s, default=None)
+
+    def _short(self) -> list[Candidate]:
+        """What does not fit: the quickest that searches found, and the plain programs."""
+        pool, on = self.pool, self.on
+        if on.devices == 1:
+            return [pool.judge("single", on, one_device(pool.graph), Shares((1.0,)), False)]
+        found = [made for known in self._known.values() for made, _ in known if not made.fits]
+        plain = [
+            pool.judge(name, on, program, pool.by_speed(on), regather, bucket_bytes=self.bucket_bytes)
+            for name, program, regather in pool.plain
+        ]
+        return [*sorted(found, key=lambda made: made.step_s)[:_SHORT], *(one for one in plain if not one.fits)]
+
+    def _fitting(self, name: str, shares: Shares, hidden: Hidden) -> Candidate | None:
+        """At the lowest price of memory at which all fits. Once found, it is where the next search begins."""
         if self.on.devices == 1:
             # Every program comes to the same there; the plainest is taken.
             proof = self.pool.search(self.on, shares)
@@ -145,7 +165,8 @@ class PartSearch:
             # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
             least, _ = self._found(name, shares, hidden, _DEAREST, regather)
             if regather:
-                laid = self.pool.laid_out(self.on, least.program, regather, least.bucket_bytes)
+                how = (regather, least.bucket_bytes, everything(self.pool.graph, self.pool.blocks))
+                laid = self.pool.laid_out(self.on, least.program, *how)
                 self.pool.leanest.append(laid.held)
             if least.fits:
                 found = self._cheapest_that_fits(least, shares, hidden, natural=best is not None)

@@ -17,7 +17,7 @@ from lopsided.ir.program import Program
 from lopsided.schedule.cost import Costs
 from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import PricedStep, price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Schedule
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun, Schedule
 
 INTERRUPTED = "interrupted"
 """How the note begins that says so."""
@@ -84,6 +84,7 @@ class Plan:
     capture_s: float = 0.0
     planning_s: float = 0.0
     bucket_bytes: int = BUCKET_BYTES  # of gradients and gathered parameters that are sent at a time
+    reruns: tuple[Rerun, ...] = ()  # regions that run again in the backward pass in place of keeping what they save
 
     @property
     def graph(self) -> Graph:
@@ -97,7 +98,12 @@ class Plan:
     @property
     def decisions(self) -> Decisions:
         """What is chosen beside the program and the shares."""
-        return Decisions(self.bucket_bytes, regather=self.regather)
+        return Decisions(self.bucket_bytes, regather=self.regather, reruns=self.reruns)
+
+    @cached_property
+    def kind_numbers(self) -> tuple[int, ...]:
+        """Of each device that takes part the number of its kind."""
+        return tuple(k for k, kind in enumerate(self.on.kinds) for _ in range(kind.devices))
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -55,7 +55,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Baseline, Breakdown, Plan, SearchReport
 from lopsided.planner.planner import predict
 from lopsided.schedule.cost import optimizer_named
-from lopsided.schedule.schedule import BUCKET_BYTES
+from lopsided.schedule.schedule import BUCKET_BYTES, Rerun, parse_rerun
 
 FORMAT = "lopsided-plan"
 VERSION = 1
@@ -67,9 +67,12 @@ PLAN_FILE = FileKind(
     PlanError, "plan", "`lopsided plan ... -o plan.json` writes such a file", format=FORMAT, version=VERSION
 )
 
-Predict = Callable[[Program, Shares, Cluster, str, bool, int], tuple[float, Breakdown, tuple[int, ...]]]
+Predict = Callable[
+    [Program, Shares, Cluster, str, bool, int, tuple[Rerun, ...]], tuple[float, Breakdown, tuple[int, ...]]
+]
 
 _BucketBytes = Annotated[int, Key(least=1, most=BUCKET_BYTES)]
+_Reruns = Annotated[tuple[Line, ...], Key(rare=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class _PredictionOf:
     optimizer: Line
     regather: bool
     bucket_bytes: _BucketBytes = BUCKET_BYTES
+    reruns: _Reruns = ()
     figures: Line
     comparisons: Line
 
@@ -112,6 +116,7 @@ class _PlanFile:
     regather: bool
     # Plans that do not say so send as much at a time as everyone did then.
     bucket_bytes: _BucketBytes = BUCKET_BYTES
+    reruns: _Reruns = ()  # FIRST..LAST:LEVEL, and :KIND+KIND where not all kinds do
     notes: tuple[Line, ...]
     breakdown: Breakdown
     baselines: tuple[Baseline, ...]
@@ -159,6 +164,7 @@ def plan_text(plan: Plan) -> str:
     file = _PlanFile(
         **_in_both(plan),
         devices=plan.devices,
+        reruns=tuple(map(str, plan.reruns)),
         shares={WORK: plan.shares.work, **dict(plan.shares.named)},
         cuts=tuple(_Cut(name or WORK, length, pieces) for name, length, pieces in plan.shares.cuts),
         program=lines_of(str(plan.program)),
@@ -188,6 +194,7 @@ def _prediction_of(plan: Plan) -> _PredictionOf:
         optimizer=plan.optimizer,
         regather=plan.regather,
         bucket_bytes=plan.bucket_bytes,
+        reruns=tuple(map(str, plan.reruns)),
         figures=_digest(json.dumps([plan.step_s, astuple(plan.breakdown), plan.memory_bytes])),
         comparisons=_digest(json.dumps(compared)),
     )
@@ -220,11 +227,24 @@ def parse_plan(text: str, where: str = "plan", namespaces: Collection[str] = (),
         shares=_shares(file, on, root),
         without_device=tuple(file.without_device.items()),
         without_node=tuple(file.without_node.items()),
+        reruns=_reruns(file, on, root),
         **_in_both(file),
     )
+    if plan.reruns:
+        with root.located('"reruns"'):
+            _ = plan.schedule
     now, then = _prediction_of(plan), file.prediction_of
     edited = [field.name for field in fields(now) if getattr(now, field.name) != getattr(then, field.name)]
     return _predicted_anew(plan, edited, root, predict) if edited else plan
+
+
+def _reruns(file: _PlanFile, on: Cluster, root: Place) -> tuple[Rerun, ...]:
+    with root.located('"reruns"'):
+        found = tuple(map(parse_rerun, file.reruns))
+    if strangers := {kind for rerun in found for kind in rerun.kinds} - {*range(len(on.kinds))}:
+        what = f'"reruns" has a kind {max(strangers)}, and there are {len(on.kinds)} kinds of devices'
+        raise root.refuse(what, "count them from 0, in the order of the cluster")
+    return found
 
 
 def _subjects(file: _PlanFile, root: Place, namespaces: Collection[str]) -> tuple[Cluster, Cluster, Graph]:
@@ -310,7 +330,8 @@ def _predicted_anew(plan: Plan, edited: Sequence[str], root: Place, predict: Pre
     if dropped:
         shares = replace(shares, cuts=())
     with root.located("edited " + " and ".join(edited)):
-        step_s, breakdown, memory = predict(program, shares, plan.on, plan.optimizer, plan.regather, plan.bucket_bytes)
+        how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns)
+        step_s, breakdown, memory = predict(program, shares, plan.on, *how)
     notes = [note for note in plan.notes if not note.startswith(EDITED)]
     notes += [f"{EDITED}: {words}" for words in _what_was_edited(edited, dropped)]
     for kind, (start, stop) in zip(plan.on.kinds, plan.on.spans, strict=True):

@@ -17,6 +17,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -45,6 +46,7 @@ from lopsided.planner.candidates import (
     stored_in,
 )
 from lopsided.planner.estimate import StepEstimate
+from lopsided.planner.recompute import Recomputation, Span, blocks_of, on_every_kind
 from lopsided.planner.search import ChoiceSpace, Conversions, Found, Progress, search
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, RulePrices, Saves, SharePrices
 from lopsided.planner.segments import found_segments
@@ -53,7 +55,7 @@ from lopsided.schedule.critical_path import FoldedStep
 from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.memory import Holding, bytes_per_kind, check_fits, holdings
 from lopsided.schedule.pricing import PricedStep, price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Schedule
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun, Schedule
 from lopsided.schedule.timeline import run
 
 _PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut
@@ -62,6 +64,9 @@ _BUCKETS = tuple(size * 2**20 for size in (16, 8, 4, 2, 1))  # beside what every
 _NEAR = 1.25  # times the best predicted step: what is further off is not worth a try
 _CLOSE = 1.02  # times the best predicted step: what may still become the best
 _LEADERS = 2  # beside the best are looked at so
+_NEARLY = 1.02  # times the best step on the same devices: what is further off without recomputation is left at that
+_MORE_FREED = 6  # times more is freed where too little was
+_MARGIN = 1.1  # times what is missing is freed more
 _BITS = 4  # of a number of devices: how exact it has to be to tell which step works with most memory
 _NO_WORK_S = 1e-12  # of an op that computes nothing
 
@@ -109,14 +114,15 @@ class CandidatePool:
         self._calls = Calls(graph)
         self._costs: dict[str, Costs] = {}
         self._by_speed: dict[str, Shares] = {}
-        self._laid: dict[tuple[str, int, bool, int], LoweredCandidate] = {}
-        self._lowered: dict[tuple[int, bool, int], Schedule] = {}
-        self._held: dict[tuple[int, bool, int, int], tuple[Program, tuple[Holding, ...]]] = {}
+        self._laid: dict[tuple[str, int, bool, int, tuple[Rerun, ...]], LoweredCandidate] = {}
+        self._lowered: dict[tuple[int, bool, int, tuple[Rerun, ...]], Schedule] = {}
+        self._held: dict[tuple[int, bool, int, tuple[Rerun, ...], int], tuple[Program, tuple[Holding, ...]]] = {}
         self._found: list[Program] = []  # the last few
         self._working: dict[str, np.ndarray] = {}
         self._saved: Saves = {}
         self._at: dict[tuple[str, Shares], AtShares] = {}
         self._space: ChoiceSpace | None = None  # of the book and the limits
+        self._made_to_fit: dict[tuple[str, int, Shares, bool], Candidate | None] = {}  # what it came to, by the base
 
     @property
     def chosen(self) -> Candidate:
@@ -127,7 +133,8 @@ class CandidatePool:
             raise DoesNotFitError("no program that keeps the pins was found", do="pin less")
         # Of those that use most devices, the one that comes nearest tells best what is missing.
         nearest = min(self.tried, key=lambda candidate: (-candidate.on.devices, excess(candidate)))
-        held = self.laid_out(nearest.on, nearest.program, nearest.regather, nearest.bucket_bytes).held
+        how = (nearest.regather, nearest.bucket_bytes, nearest.reruns)
+        held = self.laid_out(nearest.on, nearest.program, *how).held
         cut = "even with its parameters cut and gathered for use, " if any(h.use == "gathered" for h in held) else ""
         what = f"no program was found that fits: {cut}the one that comes nearest"
         check_fits(held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on), what=what)
@@ -151,14 +158,16 @@ class CandidatePool:
         found: Found | None = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
+        reruns: tuple[Rerun, ...] = (),
     ) -> Candidate:
         """The candidate that a pair is; the best that fits is kept."""
-        laid, scale = self.laid_out(on, program, regather, bucket_bytes), Scale(on, shares)
+        laid, scale = self.laid_out(on, program, regather, bucket_bytes, reruns), Scale(on, shares)
         timeline = run(laid.priced, self.costs(on).network, scale)
         memory = bytes_per_kind(laid.held, scale)
         fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
         sort = (on.devices, laid.stored)
-        candidate = Candidate(name, on, program, shares, regather, timeline, memory, fits, sort, found, bucket_bytes)
+        about = (name, on, program, shares, regather, timeline, memory, fits, sort, found, bucket_bytes, reruns)
+        candidate = Candidate(*about)
         may_be_chosen = on.devices >= self.fewest_devices and self.limits.respected_by(program)
         if candidate.beats(self.best) and may_be_chosen:
             self.best = candidate
@@ -170,7 +179,9 @@ class CandidatePool:
             self.tried.append(candidate)
         return candidate
 
-    def laid_out(self, on: Cluster, program: Program, regather: bool, bucket_bytes: int) -> LoweredCandidate:
+    def laid_out(
+        self, on: Cluster, program: Program, regather: bool, bucket_bytes: int, reruns: tuple[Rerun, ...] = ()
+    ) -> LoweredCandidate:
         """What does not depend on shares. The last few are remembered: each is judged with several."""
         # The step that works with most is that of the device with the largest share. About how many of them there are
         # says as well which that is, and is the same for parts that are about as large.
@@ -178,31 +189,32 @@ class CandidatePool:
         fewest = sum(kind.devices * speed for kind, speed in zip(on.kinds, speeds, strict=True)) / max(speeds)
         fewest = _about(max(round(fewest), 1))
         # Neither depends on the cluster, so parts of it share them.
-        schedule = self._lower(program, regather, bucket_bytes)
+        schedule = self._lower(program, regather, bucket_bytes, reruns)
         held = _remembered(
             self._held,
-            (id(program), regather, bucket_bytes, fewest),
+            (id(program), regather, bucket_bytes, reruns, fewest),
             lambda: (program, holdings(schedule, self.optimizer, devices=fewest)),
         )[1]
         return _remembered(
             self._laid,
-            (on.fingerprint, id(program), regather, bucket_bytes),
+            (on.fingerprint, id(program), regather, bucket_bytes, reruns),
             lambda: LoweredCandidate(program, self._price(on, schedule), held, stored_in(program)),
         )
 
-    def _lower(self, program: Program, regather: bool, bucket_bytes: int) -> Schedule:
+    def _lower(self, program: Program, regather: bool, bucket_bytes: int, reruns: tuple[Rerun, ...]) -> Schedule:
         """A program is lowered once, and its buckets are filled anew for every size of them."""
 
         def make() -> Schedule:
             if bucket_bytes != BUCKET_BYTES:
-                return rebucketed(self._lower(program, regather, BUCKET_BYTES), bucket_bytes)
-            return lower(program, Decisions(regather=regather, overlap=OVERLAP not in self.without))
+                return rebucketed(self._lower(program, regather, BUCKET_BYTES, reruns), bucket_bytes)
+            return lower(program, Decisions(regather=regather, overlap=OVERLAP not in self.without, reruns=reruns))
 
-        return _remembered(self._lowered, (id(program), regather, bucket_bytes), make)
+        return _remembered(self._lowered, (id(program), regather, bucket_bytes, reruns), make)
 
     def _price(self, on: Cluster, schedule: Schedule) -> PricedStep:
         """What is computed costs the same with all sizes of buckets."""
-        key = (on.fingerprint, id(schedule.program), schedule.decisions.regather, BUCKET_BYTES)
+        decisions = schedule.decisions
+        key = (on.fingerprint, id(schedule.program), decisions.regather, BUCKET_BYTES, decisions.reruns)
         if key in self._laid:
             return PricedStep(schedule, self._laid[key].priced.computed)
         return price(schedule, self.costs(on))
@@ -367,14 +379,16 @@ class CandidatePool:
         found: Found | None = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
+        reruns: tuple[Rerun, ...] = (),
         polish: bool = False,
     ) -> Candidate | None:
         """The program with the best shares for it; None if none fit in memory. Polished, whole units fit better."""
         if len(on.kinds) == 1 and not any(name != STATE for name, _ in reference.named):
             # Devices alike have equal shares.
-            made = self.judge(name, on, program, self.equal(on), regather, found, bucket_bytes=bucket_bytes)
+            equal = self.equal(on)
+            made = self.judge(name, on, program, equal, regather, found, bucket_bytes=bucket_bytes, reruns=reruns)
             return made if made.fits else None
-        network, laid = self.costs(on).network, self.laid_out(on, program, regather, bucket_bytes)
+        network, laid = self.costs(on).network, self.laid_out(on, program, regather, bucket_bytes, reruns)
         self.balances += 1
         try:
             shares = balance(
@@ -390,7 +404,64 @@ class CandidatePool:
             ).shares
         except DoesNotFitError:
             return None
-        return self.judge(name, on, program, shares, regather, found, bucket_bytes=bucket_bytes)
+        return self.judge(name, on, program, shares, regather, found, bucket_bytes=bucket_bytes, reruns=reruns)
+
+    def made_to_fit(self, candidate: Candidate) -> Candidate | None:
+        """One that does not fit, with as much run again in the backward pass as it takes, and the best shares for that.
+
+        None where nothing helps, or where it would not become the best of its devices: it takes no less time for that.
+        """
+        best = self.of_part.get(candidate.on.fingerprint)
+        if candidate.fits or (best is not None and candidate.step_s >= best.step_s * _NEARLY):
+            return None
+        key = (candidate.on.fingerprint, id(candidate.program), candidate.shares, candidate.regather)
+        if key not in self._made_to_fit:
+            made = [one for one in self._recomputing(candidate) if one is not None and one.fits]
+            self._made_to_fit[key] = min(made, key=lambda one: one.step_s, default=None)
+        return self._made_to_fit[key]
+
+    def _recomputing(self, candidate: Candidate) -> Iterator[Candidate | None]:
+        """What may come of it: more and more is freed until that is enough, also of what shares could make room for."""
+        on, limits = candidate.on, memory_limits(candidate.on)
+        schedule = self._lower(candidate.program, candidate.regather, candidate.bucket_bytes, ())
+        tried = Recomputation(self.blocks, candidate, schedule, self.costs(on))
+        over = [max(used - limit, 0.0) for used, limit in zip(candidate.memory, limits, strict=True)]
+        seen: set[tuple[Rerun, ...]] = {()}
+        wanted, made = over, candidate
+        for _ in range(_MORE_FREED):
+            reruns = tried.freeing(wanted)
+            if reruns in seen:
+                break
+            seen.add(reruns)
+            made = self._with_reruns(candidate, reruns)
+            yield self.again(made)
+            if made.fits:
+                yield made
+                break
+            left = [max(used - limit, 0.0) for used, limit in zip(made.memory, limits, strict=True)]
+            wanted = [w + more * _MARGIN for w, more in zip(wanted, left, strict=True)]
+        if made.fits:
+            for part in _PARTS[1:] if len(on.kinds) > 1 else ():
+                fewer = tried.freeing([size * part for size in wanted])
+                if fewer not in seen:
+                    seen.add(fewer)
+                    yield self.again(self._with_reruns(candidate, fewer))
+            return
+        for reruns in tried.everything():
+            made = self._with_reruns(candidate, reruns)
+            yield made
+            yield self.again(made)
+            if made.fits:
+                return
+
+    def _with_reruns(self, candidate: Candidate, reruns: tuple[Rerun, ...]) -> Candidate:
+        about = (candidate.name, candidate.on, candidate.program, candidate.shares, candidate.regather, candidate.found)
+        return self.judge(*about, bucket_bytes=candidate.bucket_bytes, reruns=reruns)
+
+    @cached_property
+    def blocks(self) -> tuple[Span, ...]:
+        """What may run again together."""
+        return blocks_of(self.graph)
 
     def again(self, candidate: Candidate, program: Program | None = None, *, polish: bool = False) -> Candidate | None:
         """A candidate, or another program in its place, with the best shares."""
@@ -402,6 +473,7 @@ class CandidatePool:
             candidate.regather,
             candidate.found,
             bucket_bytes=candidate.bucket_bytes,
+            reruns=candidate.reruns,
             polish=polish,
         )
 
@@ -441,6 +513,7 @@ class CandidatePool:
             candidate.regather,
             candidate.found,
             bucket_bytes=bucket_bytes or candidate.bucket_bytes,
+            reruns=candidate.reruns,
         )
 
     def bucket_on(self, on: Cluster) -> int:
@@ -457,7 +530,8 @@ class CandidatePool:
         """
         if candidate.on.devices == 1 or OVERLAP in self.without:
             return candidate.bucket_bytes
-        laid = self.laid_out(candidate.on, candidate.program, candidate.regather, candidate.bucket_bytes)
+        how = (candidate.regather, candidate.bucket_bytes, candidate.reruns)
+        laid = self.laid_out(candidate.on, candidate.program, *how)
         network, scale = self.costs(candidate.on).network, Scale(candidate.on, candidate.shares)
         steps: dict[int, float] = {}
         last, last_s = laid.priced.schedule, candidate.step_s
@@ -504,9 +578,10 @@ class CandidatePool:
         return [self.chosen, *others[:_LEADERS]]
 
     def estimate(self, candidate: Candidate, whole: Cluster | None = None) -> StepEstimate:
-        """What its program would take on parts of its devices, or of a whole cluster."""
+        """What its program would take on parts of its devices, or of a whole cluster, whose kinds are others."""
         on = whole or candidate.on
-        laid = self.laid_out(on, candidate.program, candidate.regather, candidate.bucket_bytes)
+        how = (candidate.regather, candidate.bucket_bytes, on_every_kind(candidate))
+        laid = self.laid_out(on, candidate.program, *how)
         return StepEstimate(FoldedStep(laid.priced, self.costs(on).network), laid.held, on)
 
     def ideal_s(self, on: Cluster) -> float:

@@ -211,7 +211,7 @@ class _View:
                 self.sent.append(_Sent(message, weight, others, beside))
         self._sending: dict[float, float] = {}
         memory = rounding.memory
-        self.bytes_per_unit = memory.cut.get(cut, 0) / self.length
+        self.bytes_per_unit = np.array(memory.cut.get(cut, (0,) * len(self.counts)), dtype=float) / self.length
         # The byte more is what `MemoryRows.over` forgives.
         self.room = np.array(memory.limits) - memory.held(units, but=cut) + 1
 
@@ -260,8 +260,9 @@ class _View:
         if not (per_unit > 0).all():
             return None
         most = np.full(len(self.counts), float(self.length))
-        if self.bytes_per_unit:
-            most = np.minimum(most, np.maximum(0.0, np.floor(self.room / self.bytes_per_unit)))
+        held = self.bytes_per_unit > 0
+        fitting = np.maximum(0.0, np.floor(self.room[held] / self.bytes_per_unit[held]))
+        most[held] = np.minimum(most[held], fitting)
         counts = np.array(self.counts, dtype=float)
         if most @ counts < self.length:
             return None

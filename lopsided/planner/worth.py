@@ -17,6 +17,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.planner.candidates import BETTER, Candidate, Learned, memory_limits
 from lopsided.planner.part_search import PartSearch
 from lopsided.planner.proposals import CandidatePool
+from lopsided.planner.recompute import on_every_kind
 from lopsided.planner.search_cost import NOTHING_HIDDEN
 
 _TURNS = 3  # of taking devices away: each time that finds a better plan
@@ -103,7 +104,7 @@ class _Without:
         if key not in self._made:
             shares, how = self.pool.by_speed(part), (best.regather, best.found)
             self._made[key] = self.pool.balanced(
-                "without", part, best.program, shares, *how, bucket_bytes=best.bucket_bytes
+                "without", part, best.program, shares, *how, bucket_bytes=best.bucket_bytes, reruns=on_every_kind(best)
             )
         return self._made[key]
 

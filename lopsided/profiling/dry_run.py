@@ -57,7 +57,7 @@ from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import PricedStep, price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun
 from lopsided.schedule.timeline import run
 
 # The fewest steps that a median is taken of, after one step to warm up.
@@ -75,6 +75,8 @@ class Play:
     shares: Shares
     bucket_bytes: int = BUCKET_BYTES
     regather: bool = False
+    reruns: tuple[Rerun, ...] = ()
+    kinds: tuple[int, ...] = ()  # the kind of each rank's device, where some run again what others keep
 
 
 def alone_s(
@@ -135,8 +137,10 @@ def stepper(play: Play, communicator: Communicator, device: torch.device) -> Cal
         for leaf in program.graph.leaves
     }
     parameters = {leaf.target: cast(nn.Parameter, leaves[leaf.value.name]) for leaf in program.graph.parameters}
-    schedule = lower(program, Decisions(play.bucket_bytes, regather=play.regather))
-    steps = Executor(schedule, exchange, gradients, RankRandomness(0, communicator.rank, device), parameters, device)
+    schedule = lower(program, Decisions(play.bucket_bytes, regather=play.regather, reruns=play.reruns))
+    kind = play.kinds[communicator.rank] if play.kinds else 0
+    random = RankRandomness(0, communicator.rank, device)
+    steps = Executor(schedule, exchange, gradients, random, parameters, device, kind=kind)
 
     def step() -> None:
         for parameter in parameters.values():

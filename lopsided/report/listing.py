@@ -28,7 +28,7 @@ from lopsided.planner.baselines import STATE
 from lopsided.planner.plan_data import Plan
 from lopsided.report.table import NUMBERS, pattern_of, ranged, skeleton, told_apart
 from lopsided.schedule import timeline
-from lopsided.schedule.cost import Costs, Scale, Transfer, cut_of, optimizer_named
+from lopsided.schedule.cost import Costs, OpCost, Scale, Transfer, cut_of, optimizer_named
 from lopsided.schedule.schedule import BUCKET_BYTES
 
 LONGEST_PERIOD = 512
@@ -116,6 +116,7 @@ class _Priced:
         self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
         self.parameters = {leaf.value.name for leaf in self.graph.parameters}
         self.sent_for = plan.schedule.sent_for
+        self.schedule = plan.schedule
         self.optimizer_name = plan.optimizer
 
     def steps(self) -> Iterator[tuple[Hashable, StepRow]]:
@@ -124,13 +125,19 @@ class _Priced:
             node, rule = step.node, step.rule
             cost = self.costs.op(node, rule)
             sends = [self._send(transfer) for transfer in self.sent_for.get(node.name, ())]
-            compute_s = max(cost.seconds(self.scale.fractions(cost.cut)))
+            compute_s = max(self._seconds(node.name, cost))
             call = f"{short_op(node.op)}({self._operands(node, step.chains)})"
             how = "" if rule.how == "plain" else f" [{rule.how}]"
             text = f"{_results(node)} = {call} : {_gives(rule.gives)}{how}"
             stored = tuple(c for n, c in zip(node.operands, step.chains, strict=True) if n in self.parameters)
             row = StepRow(text, node.source.module, compute_s, merged(sends))
             yield (self.costs.number(node), rule, stored, row.sends), row
+
+    def _seconds(self, node: str, cost: OpCost) -> Iterator[float]:
+        """What each kind computes for a node in a whole step."""
+        fractions = self.scale.fractions(cost.cut)
+        for k, (there, back, f) in enumerate(zip(cost.forward, cost.backward, fractions, strict=True)):
+            yield (1 + self.schedule.runs_again_on(node, k)) * there.at(f) + back.at(f)
 
     def ends(self) -> Iterator[StepRow]:
         """The loss and the buffers, which become whole."""

@@ -5,6 +5,7 @@ In: a `Plan` (or a `Cluster`). Out: `Table`s, lines of at most 120 columns (`pla
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -54,6 +55,7 @@ from lopsided.report.table import (
     text_lines,
     times,
 )
+from lopsided.schedule.schedule import LEVELS
 
 _UNLIMITED = 10**6  # columns: what `--full` prints is not cut off
 _LABEL = 30
@@ -316,10 +318,30 @@ def breakdown_table(plan: Plan) -> Table:
     notes = []
     if plan.regather:
         notes.append("gathered parameters are freed after use and gathered again in the backward pass")
+    notes += rerun_lines(plan)
     if not sends_in_usual_buckets(plan) and plan.on.devices > 1:
         notes.append(f"parameters and gradients are sent {bytes_text(plan.bucket_bytes)} at a time")
     columns = (Column(), Column(unit=seconds_text), Column(unit=percent), Column())
     return Table(f"a step  {seconds_text(plan.step_s)}", columns, tuple(rows), tuple(notes))
+
+
+def rerun_lines(plan: Plan) -> list[str]:
+    """What runs again in the backward pass in place of being kept, level by level, and on which devices."""
+    words = {
+        "cheap": "all but products",
+        "attention": "all but products with parameters",
+        "whole": "all that is needed",
+    }
+    found = []
+    for (level, kinds), group in itertools.groupby(
+        sorted(plan.reruns, key=lambda one: (LEVELS.index(one.level), one.kinds)),
+        key=lambda one: (one.level, one.kinds),
+    ):
+        count = len([*group])
+        on = f" on {' and '.join(plan.on.kinds[k].name for k in kinds)}" if kinds else ""
+        blocks = f"{count} block{'s' if count > 1 else ''} of the model"
+        found.append(f"of {blocks}, {words[level]} runs again in the backward pass in place of being kept{on}")
+    return found
 
 
 def baseline_table(plan: Plan) -> Table:
@@ -443,6 +465,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "optimizer": plan.optimizer,
         "regather": plan.regather,
         "bucket_bytes": plan.bucket_bytes,
+        "reruns": [str(rerun) for rerun in plan.reruns],
         "step_s": plan.step_s,
         "breakdown": asdict(plan.breakdown),
         "baselines": by_name(replace(baselines, rows=baselines.rows[1:]), "step_s"),

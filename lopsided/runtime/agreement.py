@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, parse_plan, plan_text
 from lopsided.planner.planner import plan_rivals
+from lopsided.planner.same_storage import plan_for_shapes
 from lopsided.profiling.op_times import forward_flops, measure_speeds
 from lopsided.profiling.profile import measure_once
 from lopsided.runtime.differences import differences
 from lopsided.runtime.progress import Announcer
+from lopsided.runtime.shapes import Lengths, lengths_of
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""
@@ -51,6 +54,7 @@ def agreed_plans(
     measure_s: float | None,
     most: int,
     tell: Announcer,
+    shapes: Callable[[], Sequence[tuple[Graph, float]]] = lambda: (),
 ) -> tuple[Plan, ...]:
     """Rank 0's plans, on every rank; refused unless they are for this graph. One that is given is the only one; else
     the best comes first, and at the most so many are made."""
@@ -71,7 +75,11 @@ def agreed_plans(
         else:
             tell("planning")
             where = measured or (cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)))
-            plans = plan_rivals(graph, where, most, optimizer=optimizer)
+            if others := shapes():
+                graphs, often = zip(*others, strict=True)
+                plans = (plan_for_shapes((graph, *graphs), (0.0, *often), where, optimizer=optimizer),)
+            else:
+                plans = plan_rivals(graph, where, most, optimizer=optimizer)
         if differs := differences(plans[0].graph, graph):
             raise PlanError(
                 "the plan belongs to another model or batch: " + "; ".join(differs),
@@ -87,6 +95,23 @@ def agreed_plans(
             do="build the same model with the same batch shape on every rank",
         )
     return agreed
+
+
+def agreed_lengths(batch: object, batches: Iterable[object], tell: Announcer) -> Lengths:
+    """Rank 0's batches decide, and only rank 0 looks at them."""
+
+    def made() -> str:
+        return json.dumps(astuple(lengths_of(batch, batches)))
+
+    lengths, often, dims = json.loads(from_first(made))
+    found = Lengths(tuple(lengths), tuple(often), tuple((name, dim) for name, dim in dims))
+    pairs = zip(found.lengths, found.often, strict=True)
+    tell(
+        "planning for lengths " + ", ".join(f"{n} ({part:.0%} of batches)" for n, part in pairs)
+        if lengths
+        else "all batches have the same length"
+    )
+    return found
 
 
 def _measured(graph: Graph, device: torch.device, optimizer: str, measure_s: float | None, tell: Announcer) -> Cluster:
@@ -165,6 +190,11 @@ def in_group_order(plan: Plan, world: World) -> Shares:
         tuple((name, ordered(fractions)) for name, fractions in shares.named),
         tuple((by, length, ordered(shares.cut(length, by))) for by, length in lengths),
     )
+
+
+def kinds_in_group_order(plan: Plan, world: World) -> tuple[int, ...]:
+    """The numbers of the kinds of the ranks that take part."""
+    return tuple(plan.kind_numbers[device] for device in world.order)
 
 
 def _cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:

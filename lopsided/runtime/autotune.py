@@ -36,7 +36,7 @@ from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.measure import undisturbed
 from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.topology import council_of
-from lopsided.runtime.agreement import from_first, in_group_order
+from lopsided.runtime.agreement import from_first, in_group_order, kinds_in_group_order
 
 # All plans are tried in two rounds, so that a busy moment does not fall on one of them alone.
 _ROUNDS = 2
@@ -167,4 +167,5 @@ class _Stage:
 
 
 def _play(plan: Plan, world: World) -> Play:
-    return Play(plan.program, plan.on, in_group_order(plan, world), plan.bucket_bytes, plan.regather)
+    how = (plan.bucket_bytes, plan.regather, plan.reruns, kinds_in_group_order(plan, world))
+    return Play(plan.program, plan.on, in_group_order(plan, world), *how)

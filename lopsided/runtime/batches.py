@@ -116,6 +116,7 @@ class ShardedLoader:
             if self._padding is not None:
                 batch = self._padding.fill(batch)
             self.handed_out = HandedOut(f"batch {self.batches} of epoch {self.epoch}", rows)
+            self.handed_out.mark(batch)
             self._tell(self.handed_out)
             yield batch
         self._tell(HandedOut())  # what comes next was not cut here
@@ -412,7 +413,8 @@ class _Indexed:
             yield self._no_rows(), self._drawn.popleft()[0]
 
     def _no_rows(self) -> Any:
-        batch = self._pm.rebuild_batch(list(self._nothing))
+        # Tensors of their own: each knows which batch it is of.
+        batch = self._pm.rebuild_batch([part.detach() for part in self._nothing])
         if isinstance(batch, Mapping):
             return {name: part for name, part in batch.items() if name not in self._besides}
         return batch
@@ -522,7 +524,7 @@ class _Padding:
             )
         planned = max(named[name] for name in values)
         self._values, self._pm = dict(values), pm
-        self._lengths = sorted({*map(int, lengths)}) or _ladder(planned)
+        self._lengths = sorted({*map(int, lengths)}) or list(pm.planned_lengths) or _ladder(planned)
 
     def fill(self, batch: Any) -> Any:
         leaves, spec = named_leaves(batch)

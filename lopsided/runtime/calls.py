@@ -9,7 +9,7 @@ input, if the model can take it as a tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from lopsided.capturing.call import Arguments, LossFn, Rebuild, arguments_of, hand_out, named_leaves, rebuilder
 from lopsided.errors import BatchError
 
+_MARK = "_lopsided_batch"
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -32,6 +33,18 @@ class HandedOut:
 
     def __str__(self) -> str:
         return f", {self.which}" if self.which else ""
+
+    def mark(self, batch: object) -> None:
+        """Tensors of a batch know which it is: a loop that fetches ahead is handed others before it uses this one."""
+        for leaf in pytree.tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                # Plain values: a tensor with these can be saved.
+                setattr(leaf, _MARK, (self.which, self.rows))
+
+    def of(self, tensors: Iterable[Tensor]) -> HandedOut:
+        """The batch that these tensors say they are of; this one, the last, where they do not know."""
+        marks = {mark for tensor in tensors if (mark := getattr(tensor, _MARK, None)) is not None}
+        return HandedOut(*marks.pop()) if len(marks) == 1 else self
 
 
 @dataclass(frozen=True)

@@ -72,29 +72,50 @@ def watch_optimizers(pm: Cut) -> None:
         _watching = True
 
 
-def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
-        return
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if optimizer not in _holds:
         adopt_parameters(optimizer)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [pm for pm in _models if not held.isdisjoint(id(p) for _, p in pm.named_parameters())]
         if not found:
-            return
+            return None
         _holds[optimizer] = weakref.WeakSet(found)
         for pm in found:
             own = dict(pm.named_parameters())
             _check_with(optimizer, pm, {id(own[name]): name for name in own if _is_in_pieces(pm.pieces.get(name))})
     for pm in _holds[optimizer]:
         pm.before_step(optimizer)
-    step_begins(optimizer in _elementwise)
+    _begin(optimizer)
+    return tuple(_outside(optimizer, arg) for arg in args), {k: _outside(optimizer, v) for k, v in kwargs.items()}
 
 
+def _begin(optimizer: Optimizer) -> None:
+    step_begins(optimizer in _elementwise, (p for group in optimizer.param_groups for p in group["params"]))
+
+
+def _outside(optimizer: Optimizer, given: Any) -> Any:
+    """A closure is the script's, in the midst of a step: norms that it takes are of the whole."""
+    if not callable(given):
+        return given
+
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        step_ends()
+        try:
+            return given(*args, **kwargs)
+        finally:
+            _begin(optimizer)
+
+    return closure
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _tell(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     step_ends()
-    if not torch.compiler.is_compiling():
-        for pm in _holds.get(optimizer, ()):
-            pm.after_step(optimizer)
+    for pm in _holds.get(optimizer, ()):
+        pm.after_step(optimizer)
 
 
 def _is_in_pieces(piece: Piece | None) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -58,7 +58,15 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
 from lopsided.runtime import outputs, replicas
 from lopsided.runtime.adoption import Adopted, adopt, wrapped
-from lopsided.runtime.agreement import agreed_plans, digest_of, from_first, in_group_order, strange_speeds
+from lopsided.runtime.agreement import (
+    agreed_lengths,
+    agreed_plans,
+    digest_of,
+    from_first,
+    in_group_order,
+    kinds_in_group_order,
+    strange_speeds,
+)
 from lopsided.runtime.autotune import quickest
 from lopsided.runtime.buffers import Buffers
 from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
@@ -70,13 +78,15 @@ from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.parameter_hooks import ParameterHooks
-from lopsided.runtime.piece_tensors import plain
+from lopsided.runtime.piece_tensors import plain, step_ends
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.programs import CallProgram, Programs
 from lopsided.runtime.progress import Announcer, about_plan, shown
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
+from lopsided.runtime.shapes import at_length
 from lopsided.runtime.whole_model import save_whole
 from lopsided.schedule.lower import lower
+from lopsided.schedule.regions import reruns_in
 
 _COMPARED = "compared"
 CHECK_EVERY = 100
@@ -89,6 +99,7 @@ def parallelize(
     plan: Plan | str | Path | None = None,
     *,
     cluster: Cluster | str | Path | None = None,
+    batches: Iterable[object] | None = None,
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
     device: torch.device | str | None = None,
@@ -107,9 +118,10 @@ def parallelize(
     """`model` on the processes of this world, one a device, by `plan` (a file or a `Plan`).
 
     Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s` (20 s, or 5 for a
-    small model). What it does is shown on rank 0's terminal, unless `quiet`, and given to `progress`. If `tries` is
-    than 1, so many are made, each is run for some steps on random numbers, and the quickest is taken. The batch is an
-    example of the global batch, all devices together. A model built on `meta` is initialised
+    small model). With `batches`, a list or a loader like those to come, it is made for the lengths they have, otherwise
+    for that of `batch`. If `tries` is more than 1, so many are made, each is run for some steps on random numbers, and
+    the quickest is taken. The batch is an example of the global batch, all devices together. What is done is shown on
+    rank 0's terminal, unless `quiet`, and given to `progress`. A model built on `meta` is initialised
     piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
     for never. With `check_capture`, one step of what was captured is first compared with one of the model as it is, on
     the example batch or some rows of it. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the
@@ -129,7 +141,19 @@ def parallelize(
             skipped = from_first(lambda: check_captured(model, batch, loss_fn, captured) or _COMPARED)
             if skipped != _COMPARED:
                 tell(f"what was captured is not compared with the model: {skipped}")
-        plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell)
+        lengths = None if batches is None else agreed_lengths(batch, batches, tell)
+
+        def shapes() -> list[tuple[Graph, float]]:
+            """Of every length, the graph, and how often it is met."""
+            found: list[tuple[Graph, float]] = []
+            if lengths is None:
+                return found
+            for length, often in zip(lengths.lengths, lengths.often, strict=True):
+                other = at_length(batch, length, lengths.dims)
+                found.append((capture_call(model, other, loss_fn=loss_fn, needs_loss=False).graph, often))
+            return found
+
+        plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell, shapes)
         chosen = quickest(plans, where, timeout_s=timeout_s, progress=tell)[0] if tries > 1 else plans[0]
         world = meet(chosen, device=where)
         check_same(
@@ -155,6 +179,7 @@ def parallelize(
             on_nan=on_nan,
             bucket_bytes=bucket_bytes,
         )
+        pm.planned_lengths = lengths.lengths if lengths is not None else ()
         tell(f"ready after {tell.seconds:.1f} s")
     if path := os.environ.get(RECORD_VARIABLE):
         pm.record(path)
@@ -167,6 +192,7 @@ class Parallel(nn.Module):
     plan: Plan
     world: World
     steps_done: int  # backward passes that were synchronised
+    planned_lengths: tuple[int, ...] = ()  # of the distribution of batches that was planned for
 
     def __init__(
         self,
@@ -387,7 +413,8 @@ class Parallel(nn.Module):
     def _step(self, given: Given, wire: Communicator) -> tuple[CallProgram, Ran, RowCut | None]:
         self._begin_step()
         wire.recorder = self.recording.noting if self.recording is not None and self.training else None
-        cut = self._inputs.cut_of(self._handed_out, given.tensors)
+        handed_out = self._handed_out.of(given.tensors.values())
+        cut = self._inputs.cut_of(handed_out, given.tensors)
         signature = self._signature(given, cut)
         found = self._find(signature)
         if found is None:
@@ -400,7 +427,7 @@ class Parallel(nn.Module):
             self._forwards,
             f"{signature.autocast or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}, "
             f"{signature.mode.count(0)} modules in evaluation, {found.reads.values() if found else 'anew'}",
-            told + str(self._handed_out),
+            told + str(handed_out),
             training=self.training,
             sync=self._syncing,
         )
@@ -464,14 +491,18 @@ class Parallel(nn.Module):
         return self._constant_tensors[id(leaf)]
 
     def _compiled(self, program: Program, outputs: tuple[str, ...]) -> Executor:
+        # A batch of another shape may have another graph.
+        reruns = tuple(reruns_in(program.graph, self._decisions.reruns))
+        kinds = kinds_in_group_order(self.plan, self.world)
         return Executor(
-            lower(program, self._decisions),
+            lower(program, replace(self._decisions, reruns=reruns)),
             self._exchange,
             self._gradients,
             self.randomness,
             self._adopted.by_name,
             self.world.device,
             outputs,
+            kinds[self.world.place] if self.world.takes_part else 0,
         )
 
     def _find(self, signature: Signature) -> CallProgram | None:
@@ -612,6 +643,7 @@ class Parallel(nn.Module):
     # Ranks whose device the plan does not use
 
     def _begin_step(self) -> None:
+        step_ends()  # of an optimizer whose step has failed
         self._last_loss.check()
         self._adopted.check(self.world.device, self._here())
         self._forwards += 1

@@ -16,7 +16,7 @@ So `torch.nn.utils.clip_grad_norm_(pm.parameters(), 1.0)` and norms made by hand
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -149,8 +149,8 @@ def _run(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     if torch.compiler.is_compiling():
         raise TrainingError(
             "a compiled function works on parameters that are stored in pieces, which it does not know",
-            where="torch.compile around an optimizer's step, or around a function of parameters",
-            do="leave torch.compile out there; optimizers take fused=True or foreach=True",
+            where="torch.compile around a function of parameters, or the step of an optimizer that is not elementwise",
+            do="leave torch.compile out there; torch.compile(optimizer.step) works where every element is on its own",
         )
     if _step[0] == "elementwise":
         with DisableTorchFunctionSubclass():
@@ -240,13 +240,26 @@ _FACTORIES = {
 _step = ["outside"]  # or "elementwise", or "any": which sort of optimizer takes its step
 
 
-def step_begins(elementwise: bool) -> None:
-    """An optimizer takes its step, which is local. One that is elementwise needs none of this, and is quicker."""
+_plain_now: list[tuple[Any, type]] = []  # pieces that are plain tensors while an optimizer takes its step
+
+
+def step_begins(elementwise: bool, parameters: Iterable[Tensor] = ()) -> None:
+    """An optimizer takes its step, which is local. To one that is elementwise its parameters and their gradients are
+    plain tensors until it ends: that is quicker, and `torch.compile` knows them."""
+    step_ends()
     _step[0] = "elementwise" if elementwise else "any"
+    for parameter in parameters if elementwise else ():
+        for tensor in (parameter, plain_gradient(parameter)):
+            if type(tensor) in _TYPES:
+                _plain_now.append((tensor, type(tensor)))
+                tensor.__class__ = nn.Parameter if type(tensor) is PieceParameter else Tensor
 
 
 def step_ends() -> None:
     _step[0] = "outside"
+    while _plain_now:
+        tensor, kind = _plain_now.pop()
+        tensor.__class__ = kind
 
 
 # Reductions

@@ -1,13 +1,8 @@
 """Programs for calls that the plan did not know: in evaluation, under another autocast, of another shape, without
 labels.
 
-In: the plan, and a graph captured for such a call. Out: a program for it that stores every parameter as the plan does
-(`program_for`); `Programs`, those of a model in training, each made when it is first needed and agreed on by all ranks.
-
-Where the graph has the same calls as the planned one (autocast, dropout switched off, another length) the plan's
-choices are taken over. Where it has more (an accuracy that is returned beside the loss), they are taken over and the
-search is asked for the rest. Where it is another one (batch norm in evaluation is another op), the search is asked for
-all, with the plan's shares and stores.
+In: the plan, and calls. Out: `Programs`, those of a model in training, each made when it is first needed, on the plan's
+storage (`lopsided.planner.same_storage`), and agreed on by all ranks.
 """
 
 from __future__ import annotations
@@ -24,20 +19,16 @@ from lopsided.capturing.call import LossFn, in_form_of
 from lopsided.capturing.capture_graph import Captured, Returned, capture_call
 from lopsided.capturing.reads import Reads
 from lopsided.comm.world import World
-from lopsided.errors import BatchError, CaptureError, LopsidedError, TrainingError
+from lopsided.errors import BatchError, CaptureError, TrainingError
 from lopsided.executor.executor import Executor
-from lopsided.ir.graph import Graph, Node
-from lopsided.ir.notation import Rule
-from lopsided.ir.program import Program, RuleBook, Step, check_program, parse_program
-from lopsided.ops.derive import derive_rules
+from lopsided.ir.graph import Graph
+from lopsided.ir.program import Program, parse_program
 from lopsided.planner.plan_data import Plan
-from lopsided.planner.search import search
-from lopsided.planner.search_cost import SharePrices
+from lopsided.planner.same_storage import program_for
 from lopsided.runtime.adoption import replaced
 from lopsided.runtime.agreement import from_first
 from lopsided.runtime.calls import CallForm, Given, Signature
 from lopsided.runtime.pieces import Piece
-from lopsided.schedule.cost import Costs, Scale, optimizer_named
 
 MOST_PROGRAMS = 64
 """So many different calls (shapes, modes, arguments that are not tensors) have programs of their own."""
@@ -156,50 +147,3 @@ class Programs:
         loss_fn = None if self._form.is_forward_alone(given) else self._loss_fn
         with replaced(model, whole, self._pieces):
             return capture_call(model, batch, loss_fn=loss_fn, needs_loss=False)
-
-
-def program_for(graph: Graph, plan: Plan) -> Program:
-    """A legal program of `graph` with the plan's parameters where they are."""
-    book = derive_rules(graph)
-    planned = {step.node.name: step for step in plan.program.steps}
-    alike = {node.name for node in graph.nodes if _is_alike(node, planned.get(node.name))}
-    if alike == {*planned}:
-        if len(alike) == len(graph.nodes) and (taken_over := _taken_over(graph, plan.program, book)) is not None:
-            return taken_over
-        try:
-            return _searched(book, plan, lambda node, rule: node.name not in alike or rule == planned[node.name].rule)
-        except LopsidedError:
-            pass  # with other sizes, the planned rules may not be there
-    return _searched(book, plan, lambda node, rule: True)
-
-
-def _is_alike(node: Node, step: Step | None) -> bool:
-    return (
-        step is not None
-        and node.op == step.node.op
-        and node.operands == step.node.operands
-        and len(node.results) == len(step.rule.gives)
-    )
-
-
-def _taken_over(graph: Graph, program: Program, book: RuleBook) -> Program | None:
-    if graph.updates != program.graph.updates or graph.loss != program.graph.loss:
-        return None
-    if [leaf.value.name for leaf in graph.leaves] != [leaf.value.name for leaf in program.graph.leaves]:
-        return None
-    nodes = {node.name: node for node in graph.nodes}
-    steps = tuple(Step(nodes[step.node.name], step.rule, step.chains) for step in program.steps)
-    found = Program(graph, program.leaves, steps, program.loss, program.updates)
-    try:
-        check_program(found, book)
-    except LopsidedError:
-        return None
-    return found
-
-
-def _searched(book: RuleBook, plan: Plan, allowed: Callable[[Node, Rule], bool]) -> Program:
-    costs = Costs(book.graph, plan.on, optimizer_named(plan.optimizer))
-    prices = SharePrices(costs, Scale(plan.on, plan.shares), regather=plan.regather)
-    targets = {leaf.value.name: leaf.target for leaf in plan.graph.parameters}
-    stored = {targets[name]: placement for name, placement in plan.program.leaves if name in targets}
-    return search(book, prices, stores=lambda leaf: (stored[leaf.target],), allowed=allowed).program

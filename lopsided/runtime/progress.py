@@ -76,7 +76,7 @@ def shown(*, quiet: bool, is_first: bool) -> Iterator[None]:
     somebody_reads = "TORCHELASTIC_RUN_ID" in os.environ or sys.stderr.isatty()
     before = _log.level
     if quiet:
-        _log.setLevel(max(logging.WARNING, before))
+        _log.setLevel(max(logging.ERROR, before))
         try:
             yield
         finally:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lopsided.calibration.run_record import Run
+from lopsided.capturing.call import arguments_of
 from lopsided.cluster.cluster import Cluster
 from lopsided.errors import InputError
 from lopsided.models.by_name import load
@@ -88,10 +90,10 @@ def train(
     update = MADE[planned](pm.parameters(), lr=lr)
     recording = pm.record(report, model=model, **windows) if windows is not None else None
     losses = []
-    whole = {name: part.to(pm.world.device) if isinstance(part, Tensor) else part for name, part in data.items()}
+    whole = arguments_of(pytree.tree_map_only(Tensor, lambda part: part.to(pm.world.device), data))
     for step in range(steps):
         progress(f"step {step + 1} of {steps}")
-        loss = pm(**whole)
+        loss = pm(*whole.args, **whole.kwargs)
         loss.backward()
         update.step()
         update.zero_grad()

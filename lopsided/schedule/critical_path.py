@@ -35,7 +35,7 @@ from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.placement import Shares
 from lopsided.schedule.cost import Cut, Scale, Transfer
-from lopsided.schedule.memory import Holding, describe_excess
+from lopsided.schedule.memory import Holding, Kinds, describe_excess
 from lopsided.schedule.pricing import Computed, PricedStep
 from lopsided.schedule.schedule import Compute, Exchange, GatherBucket, Item, Recompute, Redistribute
 
@@ -321,18 +321,26 @@ class MemoryRows:
     def __init__(self, cluster: Cluster, holdings: Sequence[Holding], limits: Sequence[float]) -> None:
         self.cluster, self.holdings, self.limits = cluster, holdings, tuple(limits)
         self.counts = tuple(kind.devices for kind in cluster.kinds)
-        self.whole = sum(holding.bytes for holding in holdings if holding.cut is None)
-        self.cut: dict[Cut, int] = {}
+        nothing = (0,) * len(self.counts)
+        here = {on: tuple(map(on.have, range(len(self.counts)))) for on in {holding.on for holding in holdings}}
+        totals: dict[tuple[Cut | None, Kinds], int] = {}
         for holding in holdings:
-            if holding.cut is not None:
-                self.cut[holding.cut] = self.cut.get(holding.cut, 0) + holding.bytes
+            key = (holding.cut, holding.on)
+            totals[key] = totals.get(key, 0) + holding.bytes
+        # Bytes on each kind, in whole tensors.
+        by_cut: dict[Cut | None, tuple[int, ...]] = {}
+        for (cut, on), size in totals.items():
+            before = by_cut.get(cut, nothing)
+            by_cut[cut] = tuple(a + size * has for a, has in zip(before, here[on], strict=True))
+        self.whole = by_cut.get(None, nothing)
+        self.cut: dict[Cut, tuple[int, ...]] = {cut: sizes for cut, sizes in by_cut.items() if cut is not None}
 
     def held(self, sizes: Sizes, *, but: Cut | None = None) -> list[float]:
         """Bytes on the fullest device of each kind, without those of one cut."""
-        totals = [float(self.whole)] * len(self.counts)
-        for cut, size in self.cut.items():
+        totals = [float(size) for size in self.whole]
+        for cut, each in self.cut.items():
             if cut != but:
-                totals = [a + size * b for a, b in zip(totals, sizes.fractions(cut), strict=True)]
+                totals = [a + size * b for a, size, b in zip(totals, each, sizes.fractions(cut), strict=True)]
         return totals
 
     def over(self, sizes: Sizes) -> list[float]:

@@ -30,11 +30,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from lopsided.ir.graph import reruns
 from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program, Step
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
+from lopsided.schedule.regions import regions_of
 from lopsided.schedule.schedule import (
     Bucket,
     Compute,
@@ -93,7 +93,8 @@ class _Lowering:
         self.program, self.decisions = program, decisions
         self.stored = dict(program.leaves)
         self.parameters = {leaf.value.name for leaf in program.graph.parameters}
-        self.regions = reruns(program.graph) if decisions.recompute else {}
+        self.marked = regions_of(program, decisions)
+        self.regions = {name: k for k, region in enumerate(self.marked) for name in region.nodes}
         self.made: set[_Copy] = set(program.leaves)
         self.steps = [self._forward(step) for step in program.steps]
         self.ends = list(self._ends())
@@ -180,13 +181,11 @@ class _Lowering:
             yield from self._transpose(item)
         regathered = self._regathered()
         stretches = [list(group) for _, group in itertools.groupby(self.steps, key=lambda one: self._region(one.step))]
-        region = 0
+        count = 0
         for stretch in reversed(stretches):
             if stretch[0].step.node.name in self.regions:
-                yield Recompute(f"recompute.{region}", tuple(one.step.node.name for one in stretch))
-                region += 1
-                for one in stretch:
-                    yield from (_again(item) for item in one.forward)
+                yield from self._recomputed(f"recompute.{count}", stretch)
+                count += 1
             for one in reversed(stretch):
                 name = one.step.node.name
                 yield from regathered.get(name, ())
@@ -197,7 +196,21 @@ class _Lowering:
                 yield from one.back
 
     def _region(self, step: Step) -> int:
-        return step.node.context.recompute if step.node.name in self.regions else 0
+        return self.regions.get(step.node.name, -1)
+
+    def _recomputed(self, name: str, stretch: Sequence[_Lowered]) -> Iterator[Item]:
+        """A region runs again: its conversions, and of its nodes those that somebody needs and nobody has kept."""
+        region = self.marked[self._region(stretch[0].step)]
+        items = [
+            item
+            for one in stretch
+            for item in one.forward
+            if isinstance(item, Redistribute) or item.node in region.again
+        ]
+        # Who sends needs the others.
+        sends = any(isinstance(i, Exchange) or (isinstance(i, Redistribute) and i.transfer is not None) for i in items)
+        yield Recompute(name, region.nodes, region.kept, () if sends else region.kinds)
+        yield from map(_again, items)
 
     def _regathered(self) -> Mapping[str, Sequence[Redistribute]]:
         """For each node the gathered copies that it saved and is the first to use backward: they are gathered again.

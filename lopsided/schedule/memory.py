@@ -8,6 +8,7 @@ In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whol
                                 the step uses; what the op makes for itself scales as the
                                 rule cuts                                                  `_saved`
                                 of a checkpointed region what it takes from outside, and   `_taken`
+                                what it keeps of what its nodes made                       `_made`
     recomputed                  the rest of what its steps save, while it runs backward:
                                 of one region at a time                                    `_working`
     gathered copies             of parameters: all of them until the backward pass, or,
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy as twin
 from dataclasses import dataclass, replace
 
@@ -37,7 +38,7 @@ from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import DTYPES, Graph, Leaf, Node, Saved, reruns, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement
-from lopsided.ir.program import Step
+from lopsided.ir.program import Chain, Step
 from lopsided.ops.op import Call
 from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
@@ -47,10 +48,25 @@ USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "
 
 
 @dataclass(frozen=True, slots=True)
+class Kinds:
+    """Kinds of devices by their numbers: these, or all others."""
+
+    numbers: frozenset[int] = frozenset()
+    others: bool = True
+
+    def have(self, kind: int) -> bool:
+        return (kind in self.numbers) != self.others
+
+
+EVERY_KIND = Kinds()
+
+
+@dataclass(frozen=True, slots=True)
 class Holding:
     """Bytes of the whole tensor that a device holds: all of them, or the piece that `cut` gives it.
 
-    What waits does so while saved activations go: it has filled up when its part of `of` bytes is done with.
+    What waits does so while saved activations go: it has filled up when its part of `of` bytes is done with. What runs
+    again on some kinds of devices only is held differently there (`on`).
     """
 
     what: str
@@ -58,6 +74,7 @@ class Holding:
     bytes: int
     cut: Cut | None
     of: int = 0
+    on: Kinds = EVERY_KIND
 
 
 def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer) -> tuple[Holding, ...]:
@@ -95,27 +112,65 @@ def saved_by(graph: Graph, node: Node, rule: Rule) -> tuple[Holding, ...]:
     return (*found.values(), *(_extra(graph, node, rule) if outside is None else ()))
 
 
+def saved_in(graph: Graph, steps: Sequence[Step]) -> dict[Cut | None, int]:
+    """Bytes that consecutive steps keep, seen by themselves, by what cuts them."""
+    return _by_cut(_saved_by_steps(graph, steps, _Copies.of_steps(graph, steps), "saved"))
+
+
+def taken_by(graph: Graph, steps: Sequence[Step], kept: set[str]) -> dict[Cut | None, int]:
+    """The same, if they run again, for what they take from outside and what these nodes have made."""
+    copies = _Copies.of_steps(graph, steps)
+    of_nodes = [step for step in steps if step.node.name in kept]
+    return _by_cut(itertools.chain(_taken(steps, copies), _made(graph, of_nodes, copies)))
+
+
+def _by_cut(held: Iterable[Holding]) -> dict[Cut | None, int]:
+    found: dict[Cut | None, int] = {}
+    for holding in held:
+        found[holding.cut] = found.get(holding.cut, 0) + holding.bytes
+    return found
+
+
 def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> tuple[Holding, ...]:
     """Everything a device holds when it holds most.
 
     Which node works with most memory depends on how large pieces are: it is picked for `devices` equal shares.
     """
     program = schedule.program
-    copies = _Copies(schedule)
     placed = dict(program.leaves)
     found: list[Holding] = []
     for leaf in program.graph.leaves:
         found += stored(leaf, placed[leaf.value.name], optimizer)
     found += _gathered(schedule)
     found += _waiting(schedule)
-    found += _saved(schedule, copies)
-    found += _working(schedule, copies, placed, 1 / devices)
+    for on in _kinds_apart(schedule):
+        copies, stretches = _Copies.of_schedule(schedule), list(_stretches(schedule, on))
+        held = (*_saved(schedule, stretches, copies), *_working(schedule, stretches, copies, placed, 1 / devices))
+        found += held if on == EVERY_KIND else (replace(holding, on=on) for holding in held)
     return tuple(found)
 
 
-def _stretches(schedule: Schedule) -> Iterator[tuple[str, list[Step]]]:
-    """The nodes in the order they run, in stretches that one region recomputes, with its id, or none."""
+def _kinds_apart(schedule: Schedule) -> Iterator[Kinds]:
+    """Kinds of devices that run the same again: those that some region names, each for itself, and all others."""
+    named = {kind for region in schedule.regions.values() for kind in region.kinds}
+    alike: dict[tuple[str, ...], set[int]] = {}
+    for kind in sorted(named):
+        again = tuple(name for name, region in schedule.regions.items() if region.runs_on(kind))
+        alike.setdefault(again, set()).add(kind)
+    yield from (Kinds(frozenset(kinds), others=False) for kinds in alike.values())
+    yield Kinds(frozenset(named))
+
+
+def _stretches(schedule: Schedule, on: Kinds | None = None) -> Iterator[tuple[str, list[Step]]]:
+    """The nodes in the order they run, in stretches that one region recomputes, with its id, or none.
+
+    On some kinds of devices, which run the same again; otherwise wherever there is a region.
+    """
     region_of = schedule.recomputed
+    if on is not None:
+        kind = -1 if on.others else min(on.numbers)
+        there = {name for name, region in schedule.regions.items() if region.runs_on(kind)}
+        region_of = {node: region for node, region in region_of.items() if region in there}
     for region, steps in itertools.groupby(schedule.program.steps, key=lambda step: region_of.get(step.node.name, "")):
         yield region, list(steps)
 
@@ -133,11 +188,13 @@ def bytes_per_kind(held: Sequence[Holding], scale: Scale) -> tuple[int, ...]:
 
 
 def _added_up(held: Sequence[Holding], scale: Scale) -> list[float]:
-    totals: dict[Cut | None, int] = {}
+    totals: dict[tuple[Cut | None, Kinds], int] = {}
     for holding in held:
-        totals[holding.cut] = totals.get(holding.cut, 0) + holding.bytes
-    parts = [(size, scale.fractions(cut)) for cut, size in totals.items()]
-    return [sum(size * fractions[k] for size, fractions in parts) for k in range(len(scale.cluster.kinds))]
+        key = (holding.cut, holding.on)
+        totals[key] = totals.get(key, 0) + holding.bytes
+    parts = [(size, scale.fractions(cut), on) for (cut, on), size in totals.items()]
+    kinds = range(len(scale.cluster.kinds))
+    return [sum(size * fractions[k] for size, fractions, on in parts if on.have(k)) for k in kinds]
 
 
 def _waiting(schedule: Schedule) -> Iterator[Holding]:
@@ -160,6 +217,10 @@ def _waiting(schedule: Schedule) -> Iterator[Holding]:
 _Copy = tuple[str, Placement]
 
 
+def _taken_as(step: Step) -> Iterator[tuple[str, Chain]]:
+    return zip(step.node.operands, step.chains, strict=True)
+
+
 def _whole_alike(copy: _Copy) -> _Copy:
     return (copy[0], I) if copy[1].is_whole else copy
 
@@ -167,20 +228,31 @@ def _whole_alike(copy: _Copy) -> _Copy:
 class _Copies:
     """Follows every (value, placement) of a program to the copy whose memory it is."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        program = schedule.program
-        self.values = program.graph.values
+    def __init__(self, graph: Graph, steps: Sequence[Step], held: Iterable[_Copy]) -> None:
+        self.values = graph.values
         self.memory: dict[_Copy, _Copy] = {}
-        # Copies of parameters are counted where they are gathered.
-        parameters = {leaf.value.name for leaf in program.graph.parameters}
-        of_parameters = [(item.value, item.to) for item in schedule.redistributed if item.value in parameters]
-        self.held: set[_Copy] = {_whole_alike(copy) for copy in (*program.leaves, *of_parameters)}
-        views = _sharing(program.graph).views
-        for step in program.steps:
+        self.held: set[_Copy] = {_whole_alike(copy) for copy in held}
+        views = _sharing(graph).views
+        for step in steps:
             if step.node.name in views:
                 whose = self.of(step.node.operands[0], step.rule.needs[0])
                 for value, give in zip(step.node.results, step.rule.gives, strict=True):
                     self.memory[_whole_alike((value.name, give))] = whose
+
+    @staticmethod
+    def of_schedule(schedule: Schedule) -> _Copies:
+        """Those of a step. Copies of parameters are counted where they are gathered."""
+        program = schedule.program
+        parameters = {leaf.value.name for leaf in program.graph.parameters}
+        of_parameters = [(item.value, item.to) for item in schedule.redistributed if item.value in parameters]
+        return _Copies(program.graph, program.steps, [*program.leaves, *of_parameters])
+
+    @staticmethod
+    def of_steps(graph: Graph, steps: Sequence[Step]) -> _Copies:
+        """Those of some steps by themselves. Leaves are held anyway, and so is what is fixed."""
+        anyway = {leaf.value.name for leaf in graph.leaves} | graph.fixed
+        taken = [(name, p) for step in steps for name, chain in _taken_as(step) for p in chain if name in anyway]
+        return _Copies(graph, steps, taken)
 
     def of(self, name: str, placement: Placement) -> _Copy:
         copy = _whole_alike((name, placement))
@@ -267,12 +339,30 @@ def _kept(node: Node) -> Saved:
     return Saved(tuple(dict.fromkeys((*node.operands, out.name))), 4 * rows)
 
 
-def _saved(schedule: Schedule, copies: _Copies) -> Iterator[Holding]:
-    for region, steps in _stretches(schedule):
+_Stretches = Sequence[tuple[str, list[Step]]]
+
+
+def _saved(schedule: Schedule, stretches: _Stretches, copies: _Copies) -> Iterator[Holding]:
+    graph = schedule.program.graph
+    for region, steps in stretches:
         if region:
             yield from _taken(steps, copies)
+            kept = {*schedule.regions[region].kept}
+            yield from _made(graph, [step for step in steps if step.node.name in kept], copies)
         else:
-            yield from _saved_by_steps(schedule.program.graph, steps, copies, "saved")
+            yield from _saved_by_steps(graph, steps, copies, "saved")
+
+
+def _made(graph: Graph, kept: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
+    """What nodes make that a region keeps in place of running them again; casts for their own use are made again."""
+    parameters = {leaf.value.name for leaf in graph.parameters}
+    for step in kept:
+        for value, give in zip(step.node.results, step.rule.gives, strict=True):
+            whose = copies.of(value.name, give)
+            if copies.hold(whose):
+                yield copies.holding(whose, "saved")
+        if parameters.isdisjoint(step.node.operands):
+            yield from _extra(graph, step.node, step.rule)
 
 
 def _taken(stretch: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
@@ -298,6 +388,17 @@ def _saved_by_steps(graph: Graph, steps: Sequence[Step], copies: _Copies, use: s
                 if copies.hold(whose):
                     yield copies.holding(whose, use)
         yield from _extra(graph, node, rule, use)
+
+
+def _recomputed(graph: Graph, steps: Sequence[Step], kept: set[str], copies: _Copies) -> Iterator[Holding]:
+    """What the steps of a region save when they run again; what attention makes for itself may have been kept."""
+    parameters = {leaf.value.name for leaf in graph.parameters}
+    for step in steps:
+        own = f"{step.node.name} (its own)"
+        was_kept = step.node.name in kept and parameters.isdisjoint(step.node.operands)
+        for holding in _saved_by_steps(graph, [step], copies, "recomputed"):
+            if not (was_kept and holding.what == own):
+                yield holding
 
 
 def _extra(graph: Graph, node: Node, rule: Rule, use: str = "saved") -> Iterator[Holding]:
@@ -362,19 +463,22 @@ def _regions(schedule: Schedule) -> dict[_Copy, str]:
     return {copy: min(regions) for copy, regions in users.items() if len(regions) == 1 and regions != {""}}
 
 
-def _working(schedule: Schedule, copies: _Copies, placed: Mapping[str, Placement], even: float) -> tuple[Holding, ...]:
+def _working(
+    schedule: Schedule, stretches: _Stretches, copies: _Copies, placed: Mapping[str, Placement], even: float
+) -> tuple[Holding, ...]:
     """Of the node that works with most, together with what its checkpointed region has recomputed."""
     graph = schedule.program.graph
     parameters = {leaf.value.name for leaf in graph.parameters}
     views = _sharing(graph).views
     most = 0.0
     found: tuple[Holding, ...] = ()
-    for region, steps in _stretches(schedule):
+    for region, steps in stretches:
         held = copies
         again: tuple[Holding, ...] = ()
         if region:
             held = copies.apart()
-            again = tuple(_saved_by_steps(graph, steps, held, "recomputed"))
+            kept = {*schedule.regions[region].kept}
+            again = tuple(_recomputed(graph, steps, kept, held))
         recomputed = sum(holding.bytes if holding.cut is None else holding.bytes * even for holding in again)
         for step in steps:
             if step.node.name in views:
@@ -430,7 +534,7 @@ def describe_excess(
     start = scale.cluster.spans[k][0]
     by_use = dict.fromkeys(USES, 0.0)
     by_name: dict[str, float] = {}
-    for holding in held:
+    for holding in (one for one in held if one.on.have(k)):
         size = holding.bytes * scale.fractions(holding.cut)[k]
         by_use[holding.use] += size
         by_name[holding.what] = by_name.get(holding.what, 0.0) + size

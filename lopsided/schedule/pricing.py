@@ -51,6 +51,8 @@ class PricedStep:
 def price(schedule: Schedule, costs: Costs) -> PricedStep:
     """What the computing of a step costs on a cluster."""
     around = any((*costs.overheads, *costs.packing))
+    on_some = {node: region for region in schedule.regions.values() if region.kinds for node in region.nodes}
+    partly: dict[object, tuple[Affine, ...]] = {}  # one for calls that are alike
     found: dict[str, Computed] = {}
     for item in schedule.passes:
         if isinstance(item, Compute):
@@ -59,6 +61,12 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
             seconds = cost.backward if item.phase == "backward" else cost.forward
             if around and item.conversions:
                 seconds = _with_conversions(seconds, costs, item)
+            if item.phase == "again" and item.node in on_some:
+                region, every = on_some[item.node], seconds
+                seconds = partly.setdefault(
+                    (every, region.kinds),
+                    tuple(affine if region.runs_on(k) else FREE for k, affine in enumerate(every)),
+                )
             if any(affine != FREE for affine in seconds):
                 found[item.id] = Computed(item.id, item.node, item.phase, seconds, cost.cut)
     leaves = {leaf.value.name: leaf for leaf in schedule.program.graph.parameters}

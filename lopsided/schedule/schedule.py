@@ -48,6 +48,45 @@ BUCKET_BYTES = 25 * 2**20
 """How many bytes of small tensors are sent together: what DistributedDataParallel does unless told otherwise."""
 
 
+Level = Literal["cheap", "attention", "whole"]
+LEVELS: tuple[Level, ...] = ("cheap", "attention", "whole")
+"""What of a region runs again: what costs hardly more than reading its operands; products of computed values (which is
+what attention is), too; or the products with parameters as well. Each holds less than the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """A region that the planner has run again in the backward pass in place of keeping what its nodes save.
+
+    `kinds` are the numbers of the kinds of devices that do so, in the order of the cluster; without, all do, and so
+    they do where the region sends something forward. The others keep what they would keep anyway.
+    """
+
+    first: str  # node
+    last: str
+    level: Level = "whole"
+    kinds: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        on = f":{'+'.join(map(str, self.kinds))}" if self.kinds else ""
+        return f"{self.first}..{self.last}:{self.level}{on}"
+
+
+_RERUN = re.compile(r"([^\s.:,]+)\.\.([^\s.:,]+):(cheap|attention|whole)(?::(\d{1,4}(?:\+\d{1,4})*))?")
+
+
+def parse_rerun(text: str) -> Rerun:
+    """The region that prints as `text`."""
+    match = _RERUN.fullmatch(text)
+    if match is None:
+        raise ProgramError(
+            f"{text[:80]!r} names no region that runs again",
+            do="write FIRST..LAST:LEVEL, two nodes and one of cheap, attention, whole",
+        )
+    level: Level = next(level for level in LEVELS if level == match[3])
+    return Rerun(match[1], match[2], level, tuple(map(int, match[4].split("+"))) if match[4] else ())
+
+
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """What is chosen beside the program and the shares. Whole numbers and yes or no, so that they print and parse."""
@@ -57,9 +96,12 @@ class Decisions:
     regather: bool = False  # gathered copies are freed after their forward use and gathered again for the backward pass
     recompute: bool = True  # the regions that the model checkpoints run again; otherwise they keep what they save
     overlap: bool = True  # buckets travel behind computing; otherwise everyone waits for them
+    reruns: tuple[Rerun, ...] = ()  # beside those that the model checkpoints, in the order of the program
 
     def __str__(self) -> str:
-        return " ".join(f"{field.name}={int(getattr(self, field.name))}" for field in fields(self))
+        numbers = [f for f in fields(self) if f.name != "reruns"]
+        told = [f"{field.name}={int(getattr(self, field.name))}" for field in numbers]
+        return " ".join([*told, *([f"reruns={','.join(map(str, self.reruns))}"] if self.reruns else [])])
 
 
 # Items
@@ -148,10 +190,19 @@ class ReduceBucket(Bucket):
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """From here on the backward pass runs these nodes forward again, then backward."""
+    """From here on the backward pass runs these nodes forward again, then backward.
+
+    Of what they made forward it has `kept` some: these do not run again, nor do those whose results nobody needs. On
+    other `kinds` of devices than these, where there are any, all is as if nothing ran again.
+    """
 
     id: str
     nodes: tuple[str, ...]
+    kept: tuple[str, ...] = ()
+    kinds: tuple[int, ...] = ()
+
+    def runs_on(self, kind: int) -> bool:
+        return not self.kinds or kind in self.kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +259,20 @@ class Schedule:
     def recomputed(self) -> Mapping[str, str]:
         """Every node that runs again, with the id of its region."""
         return {node: item.id for item in self.backward if isinstance(item, Recompute) for node in item.nodes}
+
+    @cached_property
+    def regions(self) -> Mapping[str, Recompute]:
+        """What runs again, by the id of the region."""
+        return {item.id: item for item in self.backward if isinstance(item, Recompute)}
+
+    @cached_property
+    def again(self) -> frozenset[str]:
+        """The nodes that run forward a second time."""
+        return frozenset(item.node for item in self.computes if item.phase == "again")
+
+    def runs_again_on(self, node: str, kind: int) -> bool:
+        """Whether devices of a kind run a node forward a second time."""
+        return node in self.again and self.regions[self.recomputed[node]].runs_on(kind)
 
     @cached_property
     def sent_for(self) -> Mapping[str, tuple[Transfer, ...]]:
@@ -278,7 +343,9 @@ def _line(item: Item | Update) -> str:
         hides = "" if item.hides else " waited for"
         return f"{item.id} = {item.collective} {item.dtype} {', '.join(item.members)}{hides}"
     if isinstance(item, Recompute):
-        return f"{item.id} = {', '.join(item.nodes)}"
+        kept = f" keeps {', '.join(item.kept)}" if item.kept else ""
+        on = f" on {', '.join(map(str, item.kinds))}" if item.kinds else ""
+        return f"{item.id} = {', '.join(item.nodes)}{kept}{on}"
     if isinstance(item, Update):
         return f"update {item.parameter} {item.placement}"
     if not item.bucket:
@@ -286,12 +353,12 @@ def _line(item: Item | Update) -> str:
     return f"{'give' if item.phase == 'backward' else 'take'} {item.id} by {item.bucket}"
 
 
-_STEP = re.compile(r"step ((?:\w+=\d+ ?)+)")
+_STEP = re.compile(r"step ((?:\w+=\d+ ?)+)(?:reruns=(\S+))?")
 _RUN = re.compile(r"(run|again|back) (\S+)")
 _EXCHANGE = re.compile(r"exchange (run|again|back) (\S+) #(\d+)")
 _CONVERT = re.compile(r"(?:convert|take|give) ((∂?)(\S+) (\S+)→(\S+?)( again)?)(?: by (\S+))?")
 _BUCKET = re.compile(r"((gather|reduce)\.\d+) = (\w+) (\w+) (.+?)( waited for)?")
-_RECOMPUTE = re.compile(r"(recompute\.\d+) = (.+)")
+_RECOMPUTE = re.compile(r"(recompute\.\d+) = (.+?)(?: keeps (.+?))?(?: on ([\d, ]+))?")
 _UPDATE = re.compile(r"update (\S+) (\S+)")
 _PHASES: Mapping[str, Phase] = {"run": "forward", "again": "again", "back": "backward"}
 
@@ -317,7 +384,8 @@ class _Parser:
 
     def read(self, line: str, where: str) -> None:
         if match := _STEP.fullmatch(line):
-            self.decisions = _decisions(match[1], where)
+            reruns = tuple(map(parse_rerun, match[2].split(","))) if match[2] else ()
+            self.decisions = replace(_decisions(match[1], where), reruns=reruns)
         elif line in ("forward", "backward", "update"):
             self.section = line
         elif self.section == "update" and (match := _UPDATE.fullmatch(line)):
@@ -343,7 +411,8 @@ class _Parser:
                 match[1], tuple(match[5].split(", ")), (Transfer("", match[3], 0, dtype=match[4]),), not match[6]
             )
         if match := _RECOMPUTE.fullmatch(line):
-            return Recompute(match[1], tuple(match[2].split(", ")))
+            kept, kinds = (tuple(part.split(", ")) if part else () for part in (match[3], match[4]))
+            return Recompute(match[1], tuple(match[2].split(", ")), kept, tuple(map(int, kinds)))
         return None
 
     def _exchange(self, match: re.Match[str], where: str) -> Exchange:
@@ -403,7 +472,7 @@ class _Parser:
 
 
 def _decisions(text: str, where: str) -> Decisions:
-    known = {field.name: field.type for field in fields(Decisions)}
+    known = {field.name: field.type for field in fields(Decisions) if field.name != "reruns"}
     given: dict[str, int | bool] = {}
     for name, number in (pair.split("=") for pair in text.split()):
         if name not in known or len(number) > 18:
@@ -429,7 +498,9 @@ def compute_id(node: str, phase: Phase) -> str:
 def exchange(step: Step, phase: Phase, number: int, transfer: Transfer) -> Exchange:
     node = step.node.name
     named = replace(transfer, what=f"{node}: {transfer.what}")
-    return Exchange(f"{compute_id(node, phase)} #{number}", node, phase, number, named)
+    again = " again" if phase == "again" else ""
+    of = compute_id(node, "forward" if again else phase)
+    return Exchange(f"{of} #{number}{again}", node, phase, number, named)
 
 
 def sent_as(program: Program, name: str, source: Placement, to: Placement, phase: Phase) -> Transfer | None:
@@ -548,10 +619,13 @@ def _check_order(schedule: Schedule) -> None:
             facts.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
     order = {step.node.name: k for k, step in enumerate(program.steps)}
     last, again = len(order), reruns(program.graph)
+    names = [step.node.name for step in program.steps]
+    spans = ((order[rerun.first], order[rerun.last]) for rerun in schedule.decisions.reruns)
+    planned = {name for first, end in spans for name in names[first : end + 1]}
     for item in schedule.backward:
         if isinstance(item, Compute) and item.phase == "backward":
             if order[item.node] >= last:
                 raise ProgramError(f"{item.node} runs backward too late", do="go backward in the opposite order")
             last = order[item.node]
-        elif isinstance(item, Recompute) and not {*item.nodes} <= {*again}:
+        elif isinstance(item, Recompute) and not {*item.nodes} <= {*again, *planned}:
             raise ProgramError(f"{item.id} has nodes that no region checkpoints", do="recompute a checkpointed region")

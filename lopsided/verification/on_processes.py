@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lopsided.capturing.call import flatten_batch
+from lopsided.capturing.call import arguments_of, flatten_batch, in_form_of
 from lopsided.capturing.retype import in_dtype
 from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.cluster.cluster_file import parse_cluster
@@ -52,6 +52,7 @@ from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.schedule import Rerun
 from lopsided.verification.copies import copied, widened
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare, random_program, random_shares
@@ -62,7 +63,7 @@ CURVE_TOLERANCE = {"f64": 1e-7, "f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}
 precision, where sums in another order round to other numbers, and more where training magnifies them."""
 
 
-Built = tuple[nn.Module, dict[str, object]]
+Built = tuple[nn.Module, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class ProcessesJob:
     program: str
     shares: Shares
     regather: bool
+    reruns: tuple[Rerun, ...]
     cluster: str
     namespaces: tuple[str, ...]
     trains: bool  # STEPS steps in its own dtype, or one in float64
@@ -125,7 +127,8 @@ def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
 
 
 def jobs_of_plan(subject: Subject, plan: Plan) -> list[ProcessesJob]:
-    return _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
+    both = _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
+    return [replace(job, reruns=plan.reruns) for job in both]
 
 
 def jobs_at_large(
@@ -179,6 +182,7 @@ def _step(
         str(program),
         shares,
         regather,
+        (),
         where.text(),
         _namespaces(graph),
         False,
@@ -225,7 +229,9 @@ def on_simulated_devices(subject: Subject, plan: Plan) -> Claim:
     wide = in_wide(plan)
     model, batch = _cast(*_loaded(subject), "f64")
     expected = simulate(one_device(wide.graph), model, batch, (1.0,), seed=subject.seed)
-    error, where = compare(simulate(wide.program, model, batch, wide.shares, seed=subject.seed), expected)
+    about = (wide.program, model, batch, wide.shares)
+    found = simulate(*about, seed=subject.seed, decisions=wide.decisions, kinds=wide.kind_numbers)
+    error, where = compare(found, expected)
     return Claim("the plan: a step in float64", error, where, TOLERANCE)
 
 
@@ -268,7 +274,8 @@ def _parsed(job: ProcessesJob) -> Plan:
     nothing = Breakdown(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     report = SearchReport(0.0, 0, 0.0, 0.0, 0.0, "", 0, ())
     memory = (0,) * len(job.shares)
-    return Plan(where, where, program, job.shares, "adamw", job.regather, 0.0, nothing, memory, (), report, (), ())
+    made = Plan(where, where, program, job.shares, "adamw", job.regather, 0.0, nothing, memory, (), report, (), ())
+    return replace(made, reruns=job.reruns)
 
 
 @lru_cache(maxsize=1)
@@ -279,7 +286,7 @@ def _built(subject: Subject) -> Built:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers(), *tensors.values()):
             _take_from_rank_0(tensor)
-    return model, rebuild(list(tensors.values()))[1]
+    return model, in_form_of(batch, *rebuild(list(tensors.values())))
 
 
 def _loaded(subject: Subject) -> Built:
@@ -288,12 +295,12 @@ def _loaded(subject: Subject) -> Built:
     return _cast(model, batch, subject.dtype) if subject.dtype else (model, batch)
 
 
-def _cast(model: nn.Module, batch: dict[str, object], dtype: str) -> Built:
+def _cast(model: nn.Module, batch: object, dtype: str) -> Built:
     tensors, rebuild = flatten_batch(batch)
     to = DTYPES[dtype]
     inputs = [tensor.to(to) if tensor.dtype.is_floating_point else tensor for tensor in tensors.values()]
     # Not by `Module.to`, which takes complex parameters for real ones.
-    return model._apply(lambda t: t.to(to) if t.dtype.is_floating_point else t), rebuild(inputs)[1]
+    return model._apply(lambda t: t.to(to) if t.dtype.is_floating_point else t), in_form_of(batch, *rebuild(inputs))
 
 
 def _take_from_rank_0(tensor: Tensor) -> None:
@@ -304,9 +311,6 @@ def _take_from_rank_0(tensor: Tensor) -> None:
     theirs = flat.view(tensor.dtype).reshape(tensor.shape)
     if not torch.equal(theirs, tensor):
         tensor.copy_(theirs)
-
-
-Batch = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,14 +329,14 @@ class Sameness:
         return max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0)
 
 
-def compare_step(model: nn.Module, batch: Batch, plan: Plan, world: World, *, seed: int = 0) -> Sameness:
+def compare_step(model: nn.Module, batch: object, plan: Plan, world: World, *, seed: int = 0) -> Sameness:
     """One forward and backward pass in float64."""
     wide = in_wide(plan)
     model64, batch64 = widened(copied(model).to(world.device)), _double(batch, world.device)
     expected = simulate(one_device(wide.graph), model64, batch64, (1.0,), seed=seed)
     pm = seeded(copied(model64), batch64, wide, world, seed)
     with default_dtype_of(wide.graph):
-        loss = pm(**batch64)
+        loss = _loss_of(pm, batch64)
         loss.backward()
     errors = [(relative_error(loss.detach(), expected.loss), "loss")]
     # A gradient that is nothing but rounding is measured against the largest there is.
@@ -365,7 +369,7 @@ def _error(found: Tensor, expected: Tensor, whole: Tensor, floor: float) -> floa
 
 def compare_training(
     model: nn.Module,
-    batch: Batch,
+    batch: object,
     plan: Plan,
     world: World,
     *,
@@ -394,7 +398,7 @@ def compare_training(
         if not math.isfinite(one):
             break  # there is nothing to compare with: the curves end here
         expected.append(one)
-        loss = pm(**batch)
+        loss = _loss_of(pm, batch)
         loss.backward()
         if math.isfinite(max_norm):
             clip_grad_norm_(pm, max_norm)
@@ -407,7 +411,7 @@ def compare_training(
 
 
 def _step_alone(
-    program: Program, model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, seed: int, max_norm: float
+    program: Program, model: nn.Module, batch: object, optimizer: torch.optim.Optimizer, seed: int, max_norm: float
 ) -> float:
     found = simulate(program, model, batch, (1.0,), seed=seed)
     for name, parameter in model.named_parameters():
@@ -421,7 +425,13 @@ def _step_alone(
     return float(found.loss.item())
 
 
-def seeded(model: nn.Module, batch: Batch, plan: Plan, world: World, seed: int) -> Parallel:
+def _loss_of(pm: Parallel, batch: object) -> Tensor:
+    call = arguments_of(batch)
+    loss: Tensor = pm(*call.args, **call.kwargs)
+    return loss
+
+
+def seeded(model: nn.Module, batch: object, plan: Plan, world: World, seed: int) -> Parallel:
     """A parallel model whose random numbers are those that one device would draw."""
     random = SeededRandomness(seed, in_group_order(plan, world))
     return Parallel(model, batch, plan.graph, plan, world, seed=seed, randomness=random)
@@ -440,8 +450,7 @@ def _on(graph: Graph, program: Program) -> Program:
     return Program(graph, program.leaves, steps, program.loss, program.updates)
 
 
-def _double(batch: Batch, device: torch.device) -> dict[str, object]:
+def _double(batch: object, device: torch.device) -> object:
     tensors, rebuild = flatten_batch(batch)
     moved = [t.to(device) for t in tensors.values()]
-    _, wide = rebuild([t.double() if t.dtype.is_floating_point else t for t in moved])
-    return wide
+    return in_form_of(batch, *rebuild([t.double() if t.dtype.is_floating_point else t for t in moved]))

@@ -25,7 +25,7 @@ from lopsided.ir.program import Program, check_facts
 from lopsided.ops.simulated_devices import SeededRandomness
 from lopsided.ops.trial import relative_error
 from lopsided.schedule.lower import lower
-from lopsided.schedule.schedule import Schedule
+from lopsided.schedule.schedule import Decisions, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,18 @@ class Simulation:
 
 
 def simulate(
-    program: Program, model: nn.Module, batch: object, shares: Sequence[float] | Shares, *, seed: int = 0
+    program: Program,
+    model: nn.Module,
+    batch: object,
+    shares: Sequence[float] | Shares,
+    *,
+    seed: int = 0,
+    decisions: Decisions | None = None,
+    kinds: Sequence[int] = (),
 ) -> Simulation:
     """Run `program` on one simulated device per share: forward, backward, and join the results.
 
+    `kinds` are the numbers of the devices' kinds, where `decisions` tell some apart; otherwise each is one of its own.
     Random ops draw from `seed`: what a device draws for its piece is the piece of what one device would draw. Whether
     the rules of the program are rules of its ops is for `check_program` to say.
     """
@@ -54,12 +62,15 @@ def simulate(
         device = next((tensor.device for tensor in sources.values()), torch.device("cpu"))
         # Every call of torch takes longer where a default device is set, if only to what it is anyway.
         with nullcontext() if device == torch.get_default_device() else device:
-            schedule = lower(program)
+            schedule = lower(program, decisions)
+            numbers = kinds or range(len(fractions))
             with default_dtype_of(program.graph):
                 ranks = run_ranks(
                     len(fractions),
                     device,
-                    lambda communicator: _run_rank(schedule, sources, fractions, seed, communicator, device),
+                    lambda communicator: _run_rank(
+                        schedule, sources, fractions, seed, communicator, device, numbers[communicator.rank]
+                    ),
                 )
     return _joined(program, ranks)
 
@@ -80,6 +91,7 @@ def _run_rank(
     seed: int,
     communicator: Communicator,
     device: torch.device,
+    kind: int,
 ) -> _RankRun:
     leaves, parameters, program = {}, {}, schedule.program
     placements = dict(program.leaves)
@@ -92,7 +104,7 @@ def _run_rank(
             leaves[name] = parameters[leaf.target] = nn.Parameter(piece, requires_grad=leaf.value.grad)
     exchange = Redistributor(communicator, shares, communicator.network)
     gradients = Gradients(exchange)
-    executor = Executor(schedule, exchange, gradients, SeededRandomness(seed, shares), parameters, device)
+    executor = Executor(schedule, exchange, gradients, SeededRandomness(seed, shares), parameters, device, kind=kind)
     with _each_cast_its_own():
         ran = executor.run(leaves)
     if ran.loss.requires_grad:

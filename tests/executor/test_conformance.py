@@ -22,6 +22,7 @@ from lopsided.comm.communicator import Communicator, Handle, as_label
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import meet
 from lopsided.executor.instructions import RunNode
+from lopsided.ir.graph_text import parse_graph
 from lopsided.ir.placement import Shares
 from lopsided.ir.program import Chain, Program
 from lopsided.models import zoo
@@ -30,10 +31,20 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.planner import plan_graph
+from lopsided.planner.recompute import blocks_of
 from lopsided.planner.search import search
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Scale
-from lopsided.schedule.schedule import Bucket, Exchange, GatherBucket, Redistribute, ReduceBucket, Schedule
+from lopsided.schedule.schedule import (
+    LEVELS,
+    Bucket,
+    Exchange,
+    GatherBucket,
+    Redistribute,
+    ReduceBucket,
+    Rerun,
+    Schedule,
+)
 from lopsided.verification.verifier import random_program
 from tests.support.jobs import Run, cluster_of, parsed, prices_of, run_of
 
@@ -85,6 +96,12 @@ def built(spec: str) -> tuple[nn.Module, dict[str, object]]:
 
 
 def run_named(spec: str, name: str) -> Run:
+    if name.endswith(" in blocks"):
+        run = run_named(spec, name.removesuffix(" in blocks"))
+        graph = parse_graph(run.graph)
+        levels = itertools.cycle(LEVELS)
+        spans = [(graph.nodes[start].name, graph.nodes[stop - 1].name) for start, stop in blocks_of(graph)]
+        return replace(run, reruns=tuple(Rerun(*span, level) for span, level in zip(spans, levels, strict=False)))
     model, batch = built(spec)
     book = derive_rules(capture(model, batch))
     prices = prices_of(book.graph, SHARES)
@@ -254,6 +271,11 @@ def test_the_collectives_issued_are_those_of_the_schedule(
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_regions_that_run_again_issue_what_the_schedule_says(name: str, crews: Callable[[int], WorkerPool]) -> None:
     assert differences("checkpointed", name, crews(3)) == []
+
+
+@pytest.mark.parametrize("name", ["dp", "zero-again", "random-1"])
+def test_planned_regions_issue_what_the_schedule_says(name: str, crews: Callable[[int], WorkerPool]) -> None:
+    assert differences(zoo.SMALL["llama"], f"{name} in blocks", crews(3)) == []
 
 
 def test_parameters_of_two_dtypes_never_share_a_bucket() -> None:

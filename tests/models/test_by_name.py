@@ -51,6 +51,12 @@ def no_module():
     return "net", {}
 
 def no_batch():
+    return Net(1, True), 3
+
+def by_position(widths=[4, 5]):
+    return Net(widths[0], True), (torch.ones(2, widths[0]),)
+
+def alone():
     return Net(1, True), torch.ones(1)
 
 def bare(**anything):
@@ -110,6 +116,20 @@ def test_function_overrides_follow_the_signature(user_file: Path) -> None:
     assert models.load("usermodel.py:bare:a=1", batch=2)[1] == {"a": 1, "batch": 1}
 
 
+def test_a_batch_may_go_by_position(user_file: Path) -> None:
+    module, batch = models.load("usermodel:by_position")
+    assert isinstance(batch, tuple)
+    assert module(*batch).shape == ()
+    assert isinstance(models.load("usermodel:alone")[1], torch.Tensor)
+
+
+def test_a_list_stands_in_brackets(user_file: Path) -> None:
+    module, _ = models.load("usermodel:by_position:widths=[7,8]")
+    assert module.layer.in_features == 7
+    assert models.split_overrides("a=[1, 2],b=3", "spec") == {"a": "[1, 2]", "b": "3"}
+    assert "widths=x is not a whole number" in refused("usermodel:by_position:widths=[7,x]").what
+
+
 def test_a_file_may_import_its_neighbour(user_file: Path) -> None:
     (user_file.parent / "sub").mkdir()
     (user_file.parent / "sub" / "neighbour_of_train.py").write_text("WIDTH = 5\n")
@@ -149,7 +169,7 @@ def test_a_file_may_import_its_neighbour(user_file: Path) -> None:
         ("usermodel:not_a_pair", "returned a Net, not a pair", "nn.Module"),
         ("usermodel:triple", "returned a tuple of 3, not a pair", "nn.Module"),
         ("usermodel:no_module", "returned a str in place of a module", "nn.Module"),
-        ("usermodel:no_batch", "returned a Tensor in place of a batch", "a dict"),
+        ("usermodel:no_batch", "returned a int in place of a batch", "a tuple by position"),
     ],
 )
 def test_refusals(user_file: Path, spec: str, what: str, do: str) -> None:
@@ -237,7 +257,7 @@ class TestHF:
         assert config.projection_dim == 12
         assert config._attn_implementation == "eager"
         assert batch["input_ids"].shape[0] == batch["pixel_values"].shape[0] == 4
-        module, _ = models.load("hf:ConvNextForImageClassification:depths=1-2-1-1,drop_path_rate=0.5")
+        module, _ = models.load("hf:ConvNextForImageClassification:depths=[1,2,1,1],drop_path_rate=0.5")
         assert module.model.config.depths == [1, 2, 1, 1]
         assert module.model.config.drop_path_rate == 0.5
 
@@ -257,6 +277,7 @@ class TestHF:
             ("hf:BertModel:text_config.hidden_size=3", "no 'text_config.hidden_size'", "choose among"),
             ("hf:BertModel:hidden_size=wide", "hidden_size=wide is not a whole number", "hidden_size=768"),
             ("hf:TimeSeriesTransformerModel:prediction_length=4", "no batch is known", "file.py:function"),
+            ("hf:Qwen2VLForConditionalGeneration", "does not say how large images are", "file.py:function"),
             ("hf:BertModel:seq=none", "seq=none is not a size", "from 1 up"),
             ("hf:BertModel:hidden_size=33", "cannot build it", "hidden_size"),
             ("hf:BertModel:attn_implementation=magic", "cannot build it", "hidden_size"),

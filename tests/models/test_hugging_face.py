@@ -66,3 +66,15 @@ def test_what_cannot_be_captured_says_where_and_what_to_do(spec: str) -> None:
         lopsided.capture(model, batch)
     assert ".py:" in refused.value.where, refused.value
     assert refused.value.do
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_experts_as_they_come(name: str) -> None:
+    """Without a word about their implementation; a loop over experts names the implementations to choose."""
+    check(f"hf:{name}:num_hidden_layers=1", programs=2)
+    model, batch = models.load(f"hf:{name}:num_hidden_layers=1,experts_implementation=eager")
+    with pytest.raises(CaptureError) as refused:
+        lopsided.capture(model, batch)
+    assert "set_experts_implementation" in refused.value.do
+    model.model.set_experts_implementation("grouped_mm")  # type: ignore[operator, union-attr]
+    lopsided.capture(model, batch)

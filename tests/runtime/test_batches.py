@@ -19,6 +19,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -410,18 +411,22 @@ class Lines(Dataset[dict[str, Tensor]]):
         return {name: (tensor[k % self.rows] + k // self.rows) % 50 for name, tensor in self.batch.items()}
 
 
-def _losses(run: Run) -> tuple[list[float], list[float]]:
-    """Of batches of which every process loads its share, and of the same whole ones."""
+def _losses(run: Run) -> tuple[list[float], list[float], list[float]]:
+    """Of batches of which every process loads its share, one by one and all fetched ahead, and of the same whole ones.
+    The last batch is short."""
     pm = parallel_of(run)
     data = Lines(model_of(run.spec)[1], 3)  # type: ignore[arg-type]
-    loader = DataLoader(data, batch_size=data.rows)
+    loader = DataLoader(Subset(data, range(len(data) - 1)), batch_size=data.rows)
     with torch.no_grad():
-        return [float(pm(**batch)) for batch in shard(loader, pm)], [float(pm(**batch)) for batch in loader]
+        one_by_one = [float(pm(**batch)) for batch in shard(loader, pm)]
+        ahead = [float(pm(**batch)) for batch in list(shard(loader, pm))]
+        return one_by_one, ahead, [float(pm(**batch)) for batch in loader]
 
 
 @pytest.mark.parametrize("shares", [Shares((0.5, 0.25, 0.25)), Shares((0.5, 0.5, 0.0))])
 def test_a_model_takes_shares_of_batches(crews: Callable[[int], WorkerPool], shares: Shares) -> None:
     run = classic(SMALL["llama"], "dp", shares)  # which draws nothing
-    for of_shares, of_wholes in crews(3).run(_losses, run):
-        assert len(of_shares) == 3
-        assert of_shares == of_wholes
+    for one_by_one, ahead, of_wholes in crews(3).run(_losses, run):
+        assert len(ahead) == 3
+        assert one_by_one == ahead
+        assert ahead == pytest.approx(of_wholes, rel=1e-6)

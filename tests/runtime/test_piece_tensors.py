@@ -92,6 +92,55 @@ def test_sharpness_aware_minimisation(crews: Crews) -> None:
     assert max(crews(3).run(sharpness_aware)) < 1e-9
 
 
+def compiled_steps() -> float:
+    """Steps that torch.compile has seen, by optimizers that are elementwise."""
+    alone, pm = small()
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        for model in (alone, pm):
+            optimizer = kind(model.parameters(), lr=0.1)
+            step = torch.compile(optimizer.step, backend="eager")
+            for k in range(2):
+                model(numbers(k)).backward()
+                step()
+                optimizer.zero_grad()
+    return gap(pm, alone, gradients=False)
+
+
+def test_a_compiled_step(crews: Crews) -> None:
+    assert max(crews(3).run(compiled_steps)) < 1e-9
+
+
+def closures() -> tuple[float, bool]:
+    """Steps that call the loss themselves, with clipping, one of which fails."""
+    alone, pm = small()
+    for model in (alone, pm):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def again(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(numbers())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            return loss
+
+        def fails(again: Callable[[], Tensor] = again) -> float:
+            again()
+            raise KeyError("the script's own")
+
+        optimizer.step(again)
+        with pytest.raises(KeyError):
+            optimizer.step(fails)  # type: ignore[arg-type]
+        again()
+        optimizer.step()
+    return gap(pm, alone, gradients=False), type(next(iter(pm.parameters()))) is not nn.Parameter
+
+
+def test_norms_in_the_closure_of_a_step_are_of_the_whole(crews: Crews) -> None:
+    for off, knows in crews(3).run(closures):
+        assert off < 1e-9
+        assert knows
+
+
 def not_of_pieces() -> list[str]:
     _, pm = small()
     pm(numbers()).backward()

@@ -91,6 +91,7 @@ def test_ranks_with_different_batches_are_told(crews: Callable[[int], WorkerPool
     for text in crews(3).run(different_batches):
         assert "ranks do not do the same" in text
         assert "holding" in text
+        assert "give each rank its rows" in text
 
 
 def different_batches_later() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -26,6 +26,7 @@ from lopsided.planner.search import search
 from lopsided.planner.search_cost import SharePrices
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.schedule import Rerun
 from lopsided.verification.on_processes import Sameness, compare_step, compare_training
 from lopsided.verification.verifier import random_program
 from tests.support.clusters import cluster, kind, kinds
@@ -40,6 +41,7 @@ class Run:
     program: str
     shares: Shares
     regather: bool = False
+    reruns: tuple[Rerun, ...] = ()
 
 
 def cluster_of(devices: int, speeds: Sequence[float] = ()) -> Cluster:
@@ -69,8 +71,10 @@ def book_of(spec: str) -> RuleBook:
     return derive_rules(capture(*model_of(spec)))
 
 
-def run_of(spec: str, program: Program, shares: Shares, *, regather: bool = False) -> Run:
-    return Run(spec, program.graph.text(), str(program), shares, regather)
+def run_of(
+    spec: str, program: Program, shares: Shares, *, regather: bool = False, reruns: tuple[Rerun, ...] = ()
+) -> Run:
+    return Run(spec, program.graph.text(), str(program), shares, regather, reruns)
 
 
 def prices_of(graph: Graph, shares: Shares) -> SharePrices:
@@ -101,7 +105,11 @@ def at_random(spec: str, shares: Shares, seed: int) -> Run:
 
 def parsed(run: Run) -> Plan:
     graph = parse_graph(run.graph)
-    return plan_of(parse_program(run.program, graph), run.shares, regather=run.regather)
+    plan = plan_of(parse_program(run.program, graph), run.shares, regather=run.regather)
+    if any(rerun.kinds for rerun in run.reruns):
+        where = cluster_of(0, [1e10] * len(run.shares))
+        plan = replace(plan, cluster=where, on=where)
+    return replace(plan, reruns=run.reruns)
 
 
 # Jobs

@@ -1,0 +1,187 @@
+"""What runs again in the backward pass so that a step fits: by time per byte, and on each kind of device apart.
+
+In: a `Graph`, and a `Candidate` that does not fit. Out: `Rerun`s with which it is expected to.
+
+The one idea: a model falls into blocks between the places where few values pass (`blocks_of`). For every block and
+level of recomputation it is known what it frees and how long it takes (`_Choice`), so the cheapest bytes are freed
+first, on each kind of device until that fits. A block that sends nothing forward may run again on some kinds and not on
+others: the small card recomputes, the large one keeps. What the sum of all this holds at its peak, the exact count
+says, and as long as that is too much, more is freed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lopsided.ir.graph import Graph, reruns
+from lopsided.ir.program import Step
+from lopsided.planner.candidates import Candidate
+from lopsided.schedule.cost import Costs, Cut, Scale
+from lopsided.schedule.flops import is_product
+from lopsided.schedule.memory import saved_in, taken_by
+from lopsided.schedule.regions import region_of
+from lopsided.schedule.schedule import LEVELS, Exchange, Level, Redistribute, Rerun, Schedule, nodes_of
+
+_AROUND = 8  # nodes on either side among which a boundary has the fewest values passing
+_LONG = 40  # nodes: what passes by more (a skip over half the model) is at many boundaries, and makes none
+_COARSER = (1, 2, 4)  # so many blocks in one, where all of them run again
+
+Span = tuple[int, int]
+"""The first node of a block and the one after its last, by number."""
+
+
+def blocks_of(graph: Graph) -> tuple[Span, ...]:
+    """Stretches of nodes between places where few values with a gradient pass, each with a product in it.
+
+    Regions that the model checkpoints itself are its own matter: a block ends where one begins.
+    """
+    nodes, passing, own = graph.nodes, _passing(graph), reruns(graph)
+    parameters = {leaf.value.name for leaf in graph.parameters}
+    found: list[Span] = []
+    start, has_product = 0, False
+    for k, node in enumerate(nodes):
+        if node.name in own:
+            start, has_product = k + 1, False
+            continue
+        has_product |= is_product(node.op) and not parameters.isdisjoint(node.operands)
+        ends = k + 1 == len(nodes) or nodes[k + 1].name in own
+        around = [count for count in passing[max(k - _AROUND, 0) : k + _AROUND + 1] if count]
+        few = 0 < passing[k] == min(around, default=0)
+        if has_product and (few or ends):
+            found.append((start, k + 1))
+            start, has_product = k + 1, False
+    return tuple(found)
+
+
+def _passing(graph: Graph) -> list[int]:
+    """After each node, how many values with a gradient that nodes made before are used later."""
+    last: dict[str, int] = {}
+    for k, node in enumerate(graph.nodes):
+        last.update(dict.fromkeys(node.operands, k))
+    changes = [0] * (len(graph.nodes) + 1)
+    for k, node in enumerate(graph.nodes):
+        for value in node.results:
+            if value.grad and k < last.get(value.name, k) <= k + _LONG:
+                changes[k] += 1
+                changes[last[value.name]] -= 1
+    return list(itertools.accumulate(changes[:-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A block at a level: which bytes it frees beyond the level before, and how long it takes for that, per kind."""
+
+    block: int
+    level: Level
+    freed: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def price(self, kind: int) -> float:
+        return self.seconds[kind] / self.freed[kind]
+
+
+class Recomputation:
+    """What may run again of a program at some shares, priced."""
+
+    def __init__(self, blocks: Sequence[Span], candidate: Candidate, schedule: Schedule, costs: Costs) -> None:
+        self.program, self.blocks = candidate.program, blocks
+        self.kinds = range(len(candidate.on.kinds))
+        self.scale, self.costs = Scale(candidate.on, candidate.shares), costs
+        self.sending = self._sending(schedule)
+        alike: dict[object, list[tuple[Level, tuple[float, ...], tuple[float, ...]]]] = {}
+        self.choices: list[_Choice] = []
+        for number, (start, stop) in enumerate(blocks):
+            steps = self.program.steps[start:stop]
+            key = tuple((costs.number(step.node), step.rule, step.chains) for step in steps)
+            if key not in alike:
+                alike[key] = list(self._levels(steps))
+            self.choices += [_Choice(number, *about) for about in alike[key]]
+
+    def _sending(self, schedule: Schedule) -> frozenset[int]:
+        """The blocks that send something forward: these run again on all kinds or on none."""
+        senders = {
+            node
+            for item, node in zip(schedule.forward, nodes_of(schedule.forward), strict=True)
+            if isinstance(item, Exchange) or (isinstance(item, Redistribute) and item.transfer is not None)
+        }
+        steps = self.program.steps
+        return frozenset(
+            k for k, (start, stop) in enumerate(self.blocks) if any(s.node.name in senders for s in steps[start:stop])
+        )
+
+    def _levels(self, steps: Sequence[Step]) -> Iterator[tuple[Level, tuple[float, ...], tuple[float, ...]]]:
+        """Level by level, what more is freed and what more it takes; one that frees nothing more is left out."""
+        graph = self.program.graph
+        kept = self._bytes(saved_in(graph, steps))
+        before_s = (0.0,) * len(self.kinds)
+        for level in LEVELS:
+            rerun = Rerun(steps[0].node.name, steps[-1].node.name, level)
+            region = region_of(graph, [(step.node, step.rule) for step in steps], rerun)
+            now = self._bytes(taken_by(graph, steps, {*region.kept}))
+            seconds = self._seconds([step for step in steps if step.node.name in region.again])
+            freed = tuple(a - b for a, b in zip(kept, now, strict=True))
+            if max(freed) > 0:
+                yield level, freed, tuple(max(a - b, 0.0) for a, b in zip(seconds, before_s, strict=True))
+                kept, before_s = now, seconds
+
+    def _bytes(self, held: Mapping[Cut | None, int]) -> tuple[float, ...]:
+        parts = [(size, self.scale.fractions(cut)) for cut, size in held.items()]
+        return tuple(sum(size * fractions[k] for size, fractions in parts) for k in self.kinds)
+
+    def _seconds(self, steps: Sequence[Step]) -> tuple[float, ...]:
+        total = [0.0 for _ in self.kinds]
+        for step in steps:
+            cost = self.costs.op(step.node, step.rule)
+            fractions = self.scale.fractions(cost.cut)
+            total = [t + affine.at(f) for t, affine, f in zip(total, cost.forward, fractions, strict=True)]
+        return tuple(total)
+
+    def freeing(self, wanted: Sequence[float]) -> tuple[Rerun, ...]:
+        """The cheapest reruns that free so many bytes on each kind, or as many as there are."""
+        levels: dict[int, dict[int, Level]] = {}  # of each block, on each kind
+        for kind in self.kinds:
+            useful = [choice for choice in self.choices if choice.freed[kind] > 0]
+            # A level comes after the one before: a dear one that frees much is reached through it.
+            ranked = sorted(useful, key=lambda choice: (choice.price(kind), LEVELS.index(choice.level), choice.block))
+            left = wanted[kind]
+            for choice in ranked:
+                if left <= 0:
+                    break
+                had = levels.setdefault(choice.block, {})
+                if kind not in had or LEVELS.index(had[kind]) < LEVELS.index(choice.level):
+                    had[kind] = choice.level
+                left -= choice.freed[kind]
+        return tuple(self._rerun(block, levels[block]) for block in sorted(levels))
+
+    def _rerun(self, block: int, levels: Mapping[int, Level]) -> Rerun:
+        level = max(levels.values(), key=LEVELS.index)
+        every = block in self.sending or len(levels) == len(self.kinds)
+        return _region(self.program.graph, self.blocks[block], level, () if every else tuple(sorted(levels)))
+
+    def everything(self) -> Iterator[tuple[Rerun, ...]]:
+        """All blocks, whole, on all kinds: one by one, and several in one, which take less from outside."""
+        for times in _COARSER:
+            spans: list[Span] = []
+            for k, (start, stop) in enumerate(self.blocks):
+                if k % times and spans[-1][1] == start:
+                    spans[-1] = (spans[-1][0], stop)
+                else:
+                    spans.append((start, stop))
+            yield everything(self.program.graph, spans)
+
+
+def everything(graph: Graph, blocks: Sequence[Span]) -> tuple[Rerun, ...]:
+    """All blocks, whole, on all kinds."""
+    return tuple(_region(graph, span, "whole") for span in blocks)
+
+
+def _region(graph: Graph, span: Span, level: Level, kinds: tuple[int, ...] = ()) -> Rerun:
+    start, stop = span
+    return Rerun(graph.nodes[start].name, graph.nodes[stop - 1].name, level, kinds)
+
+
+def on_every_kind(candidate: Candidate) -> tuple[Rerun, ...]:
+    """Its reruns, for devices that are not those they were chosen for."""
+    return tuple(replace(rerun, kinds=()) for rerun in candidate.reruns)
