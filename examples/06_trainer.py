@@ -34,6 +34,7 @@ def main(folder: str) -> None:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),  # or processes would not know of each other
     )
     trainer = Trainer(
         model=model,

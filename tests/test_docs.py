@@ -12,11 +12,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [ROOT / "docs" / "tour.py", *sorted((ROOT / "examples").glob("*.py"))]
 
+NEEDED = {"06_trainer.py": ["accelerate"], "07_lightning.py": ["lightning"], "08_lora.py": ["peft"]}
+
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_run(script: Path) -> None:
-    if script.name == "06_trainer.py":
-        pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    for library in NEEDED.get(script.name, ()):
+        pytest.importorskip(library)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout

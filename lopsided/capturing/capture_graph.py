@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lopsided.capturing.call import (
     Arguments,
@@ -258,6 +259,12 @@ def check_model(model: nn.Module, loss_fn: LossFn | None) -> None:
     refuse_modules(model)
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise CaptureError("the model has lazy parameters without a shape", do="run it once on a batch first")
+    for name, parameter in model.named_parameters():
+        if is_traceable_wrapper_subclass(parameter):
+            raise CaptureError(
+                f"the parameter {name} is a {type(parameter).__name__}, which holds tensors of its own",
+                do="take ordinary weights; lopsided.integrations.quantized.quantize_frozen keeps frozen ones as codes",
+            )
     for name, part in model.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise CaptureError(

@@ -35,6 +35,7 @@ from lopsided.comm.world import group_to_talk, share_plan
 from lopsided.errors import InputError
 from lopsided.integrations.preparing import (
     call_of,
+    check_all_are_known,
     first_batch,
     of_all_processes,
     planned_optimizer,
@@ -117,6 +118,7 @@ class Accelerator(UnequalAccelerator):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        check_all_are_known(self.num_processes, "write Accelerator(cpu=True), or start it by accelerate launch --cpu")
         self._how = {"plan": plan, "cluster": cluster, "loss_fn": loss_fn, **(parallel or {})}
         self._example, self._pad = batch, pad
         if self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):

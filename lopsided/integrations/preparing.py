@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lopsided.capturing.call import LossFn
+from lopsided.errors import InputError
 from lopsided.schedule.cost import OPTIMIZERS
 
 
@@ -35,6 +38,17 @@ def first_batch(loader: DataLoader[Any]) -> Any:
         return next(iter(loader))
     indices = range(min(len(dataset), getattr(loader.batch_sampler, "batch_size", 1)))
     return loader.collate_fn([dataset[k] for k in indices])
+
+
+def check_all_are_known(count: int, do: str) -> None:
+    """Refuse to go on where a library takes each of several processes for the only one."""
+    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    if count == 1 < started:
+        raise InputError(
+            f"{started} processes were started, and accelerate takes each for the only one: there is no GPU here",
+            where="accelerate",
+            do=do,
+        )
 
 
 _KEPT = (

@@ -37,7 +37,12 @@ from lopsided.capturing.call import take_apart
 from lopsided.cluster.cluster import Cluster
 from lopsided.errors import CheckpointError, InputError
 from lopsided.integrations.accelerate import UnequalAccelerator
-from lopsided.integrations.preparing import first_batch, planned_optimizer, random_numbers_untouched
+from lopsided.integrations.preparing import (
+    check_all_are_known,
+    first_batch,
+    planned_optimizer,
+    random_numbers_untouched,
+)
 from lopsided.integrations.sharded_batches import FedBatch, ShardedBatches, fed_batch
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.batches import shard
@@ -84,6 +89,7 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
         self._pad, self._rows, self._fed = pad, 0, _WHOLE_BATCH
         self._loss_is_next = False  # of what is gathered in evaluation
         super().__init__(*args, **kwargs)
+        check_all_are_known(self.args.world_size, "write TrainingArguments(use_cpu=True)")
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise InputError(
                 "the training arguments ask for DeepSpeed or FSDP, which would shard the model a second time",
@@ -130,10 +136,11 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
                 options = {"device": device, "seed": self.args.seed, "optimizer": optimizer} | how
                 self.parallel_model = parallelize(self.model, example, **options)
             world = self.parallel_model.world
-            if len(world.ranks) < world.size:
+            if len(world.ranks) < world.size and not self.parallel_model.has_loss:
                 raise InputError(
-                    f"the plan uses {len(world.ranks)} devices, and {world.size} processes train",
-                    where="Trainer",
+                    f"the plan uses {len(world.ranks)} of {world.size} processes, and the others could not compute a "
+                    "loss outside of the model",
+                    where="Trainer(compute_loss_func=...), or label_smoothing_factor",
                     do=f"start {len(world.ranks)} processes, or save the plan and use `lopsided run plan.json`",
                 )
             self.accelerator.parallel = self.parallel_model

@@ -135,8 +135,10 @@ class CandidatePool:
         nearest = min(self.tried, key=lambda candidate: (-candidate.on.devices, excess(candidate)))
         how = (nearest.regather, nearest.bucket_bytes, nearest.reruns)
         held = self.laid_out(nearest.on, nearest.program, *how).held
-        cut = "even with its parameters cut and gathered for use, " if any(h.use == "gathered" for h in held) else ""
-        what = f"no program was found that fits: {cut}the one that comes nearest"
+        ways = ["its parameters cut and gathered for use"] if any(h.use == "gathered" for h in held) else []
+        ways += ["what can be made again not kept"] if nearest.reruns else []
+        even = f"even with {' and '.join(ways)}, " if ways else ""
+        what = f"no program was found that fits: {even}the one that comes nearest"
         check_fits(held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on), what=what)
         return nearest
 

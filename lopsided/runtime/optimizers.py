@@ -86,27 +86,35 @@ def _check(
         for pm in found:
             own = dict(pm.named_parameters())
             _check_with(optimizer, pm, {id(own[name]): name for name in own if _is_in_pieces(pm.pieces.get(name))})
-    for pm in _holds[optimizer]:
-        pm.before_step(optimizer)
-    _begin(optimizer)
+    if not any(map(callable, (*args, *kwargs.values()))):
+        _begin(optimizer)
+        return None
+    _begin_own(optimizer)
     return tuple(_outside(optimizer, arg) for arg in args), {k: _outside(optimizer, v) for k, v in kwargs.items()}
 
 
 def _begin(optimizer: Optimizer) -> None:
+    """Gradients are complete, and what follows is the optimizer's own."""
+    for pm in _holds[optimizer]:
+        pm.before_step(optimizer)
+    _begin_own(optimizer)
+
+
+def _begin_own(optimizer: Optimizer) -> None:
     step_begins(optimizer in _elementwise, (p for group in optimizer.param_groups for p in group["params"]))
 
 
 def _outside(optimizer: Optimizer, given: Any) -> Any:
-    """A closure is the script's, in the midst of a step: norms that it takes are of the whole."""
+    """A closure is the script's, in the midst of a step: norms that it takes are of the whole, and gradients are
+    complete when it returns."""
     if not callable(given):
         return given
 
     def closure(*args: Any, **kwargs: Any) -> Any:
         step_ends()
-        try:
-            return given(*args, **kwargs)
-        finally:
-            _begin(optimizer)
+        found = given(*args, **kwargs)
+        _begin(optimizer)
+        return found
 
     return closure
 

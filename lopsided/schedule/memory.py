@@ -28,6 +28,7 @@ Memory is counted once. A view is its operand's memory seen differently, and `I`
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy as twin
@@ -139,8 +140,11 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
     program = schedule.program
     placed = dict(program.leaves)
     found: list[Holding] = []
+    used = {name for node in program.graph.nodes for name in node.operands}
     for leaf in program.graph.leaves:
-        found += stored(leaf, placed[leaf.value.name], optimizer)
+        held = stored(leaf, placed[leaf.value.name], optimizer)
+        # What nobody uses never has a gradient, and so no state.
+        found += held if leaf.value.name in used else (one for one in held if one.use not in ("gradient", "optimizer"))
     found += _gathered(schedule)
     found += _waiting(schedule)
     for on in _kinds_apart(schedule):
@@ -532,23 +536,37 @@ def describe_excess(
     if missing <= 0:
         return None
     start = scale.cluster.spans[k][0]
+    here = [holding for holding in held if holding.on.have(k)]
     by_use = dict.fromkeys(USES, 0.0)
     by_name: dict[str, float] = {}
-    for holding in (one for one in held if one.on.have(k)):
+    for holding in here:
         size = holding.bytes * scale.fractions(holding.cut)[k]
         by_use[holding.use] += size
         by_name[holding.what] = by_name.get(holding.what, 0.0) + size
     uses = [(use, size) for use, size in by_use.items() if size >= 1]
     biggest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:5]
-    uses_of = {name: [h.use for h in held if h.what == name] for name, _ in biggest}
+    uses_of = {name: [h.use for h in here if h.what == name] for name, _ in biggest}
     return DoesNotFitError(
         f"{what} needs {_gib(needed[k])} on {scale.cluster.device_names[start]}{_more(kind)}, "
         f"which has {_gib(kind.memory_bytes)}{_of_which(kind, room[k])}: {_gib(missing)} too much",
         where=f"cluster {scale.cluster.name}",
         uses=", ".join(f"{use} {_gib(size)}" for use, size in sorted(uses, key=lambda item: -item[1])),
         biggest="; ".join(f"%{name} ({', '.join(dict.fromkeys(uses_of[name]))}) {_gib(s)}" for name, s in biggest),
-        do="use a smaller batch, an optimizer with less state, a narrower dtype, or more devices",
+        do=_remedies(by_use, missing, _gib(missing)),
     )
+
+
+def _remedies(by_use: Mapping[str, float], missing: float, text: str) -> str:
+    """What would make it fit, each with whether it is enough by itself."""
+    of_batch = sum(by_use[use] for use in ("saved", "recomputed", "working"))
+    ways = [f"another {text} on that device"]
+    if of_batch > missing:
+        part = math.floor(100 * (1 - missing / of_batch))
+        ways.append(f"a batch of at most {part} % of this one, with accumulation")
+    if (state := by_use["optimizer"]) > 0:
+        enough = "" if state > missing else " (not enough by itself)"
+        ways.append(f"an optimizer with less state: it takes {_gib(state)}{enough}")
+    return "; or ".join([*ways, "a narrower dtype, or more devices"])
 
 
 def check_fits(

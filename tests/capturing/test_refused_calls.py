@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lopsided
 from tests.support import commands
 from tests.support.models import ByHand, Forward, assert_captured, example, refused
 
@@ -81,3 +82,13 @@ def test_the_command_line_says_so_in_a_few_lines(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "sparse=False" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_parameter_that_holds_tensors_is_refused() -> None:
+    """Such as the quantised weights of other libraries, which are not traced before dispatch."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(2, 3), torch.ones(2, 3)))
+    with pytest.raises(lopsided.LopsidedError, match="the parameter weight is a TwoTensor"):
+        lopsided.capture(model, torch.ones(4, 3), loss_fn=torch.sum)

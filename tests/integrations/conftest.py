@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -10,12 +10,24 @@ from lopsided.comm.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="session")
-def one() -> Iterator[WorkerPool]:
-    with WorkerPool(1, timeout_s=180) as pool:
-        yield pool
+def pools() -> Iterator[Callable[[int], WorkerPool]]:
+    made: dict[int, WorkerPool] = {}
+
+    def of(size: int) -> WorkerPool:
+        if size not in made or not made[size].alive:
+            made[size] = WorkerPool(size, timeout_s=180)
+        return made[size]
+
+    yield of
+    for pool in made.values():
+        pool.close()
 
 
-@pytest.fixture(scope="session")
-def three() -> Iterator[WorkerPool]:
-    with WorkerPool(3, timeout_s=180) as pool:
-        yield pool
+@pytest.fixture
+def one(pools: Callable[[int], WorkerPool]) -> WorkerPool:
+    return pools(1)
+
+
+@pytest.fixture
+def three(pools: Callable[[int], WorkerPool]) -> WorkerPool:
+    return pools(3)

@@ -151,18 +151,25 @@ def told_by(job: Any) -> str:
 def refused() -> list[str]:
     """What is told where the library's own accelerator prepares a parallel module, and other misuses."""
     import accelerate
+    from accelerate.state import AcceleratorState
+
+    from lopsided.integrations.accelerate import Accelerator
 
     ours = accelerator_for(("dp", SHARES))
     pm = lopsided.parallelize(classifier(), batch_of(False), plan=plan_for(classifier(), batch_of(False), "dp", SHARES))
     plain = accelerate.Accelerator(cpu=True)
     loader = DataLoader(samples(12), batch_size=4)
-    return [
+    told = [
         told_by(lambda: plain.prepare(pm)),
         told_by(lambda: ours.prepare(classifier())),
         told_by(lambda: ours.prepare(loader)),
         told_by(lambda: ours.prepare(classifier(), classifier(), loader)),
         told_by(lambda: ours.prepare(torch.nn.parallel.DistributedDataParallel(classifier()), loader)),
     ]
+    AcceleratorState._reset_state(True)
+    told.append(told_by(Accelerator))
+    AcceleratorState._reset_state(True)
+    return told
 
 
 def test_wrong_uses_are_refused(three: WorkerPool) -> None:
@@ -172,6 +179,7 @@ def test_wrong_uses_are_refused(three: WorkerPool) -> None:
         "a loader is prepared before the model",
         "2 models are trained",
         "the model is a DistributedDataParallel already",
+        "3 processes were started, and accelerate takes each for the only one",
     ]
     for told in three.run(refused):
         assert all(words in text for words, text in zip(expected, told, strict=True)), told

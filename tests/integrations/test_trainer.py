@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,18 @@ import torch
 
 from lopsided.capturing.capture_graph import capture_call
 from lopsided.comm.worker_pool import WorkerPool
-from lopsided.errors import CheckpointError
+from lopsided.errors import LopsidedError
 from lopsided.ir.placement import Shares
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
-from tests.support.jobs import plan_of, prices_of
+from tests.support.jobs import cluster_of, plan_of, prices_of
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
 SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
 NONE_FOR_ONE = Shares((0.6, 0.0, 0.4), named=(("state", (0.3, 0.3, 0.4)),))
+TWO = Shares((0.6, 0.4))
 BATCH = 12  # of all processes together
 COMPARED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_items", "train_loss", "epoch")
 
@@ -53,7 +55,10 @@ def plan_for(how: str, shares: Shares, with_labels: bool) -> Plan:
     model.config.use_cache = False
     book = derive_rules(capture_call(model, batch, needs_loss=False).graph)
     program = data_parallel(book, prices_of(book.graph, shares))
-    return plan_of(stored_cut(program) if how == "zero" else program, shares)
+    plan = plan_of(stored_cut(program) if how == "zero" else program, shares)
+    if len(shares) == 2:  # and a third process, whose device the plan leaves idle
+        plan = replace(plan, cluster=cluster_of(3), on=cluster_of(3).without_device(cluster_of(3).device_names[2]))
+    return plan
 
 
 def metrics(prediction: Any) -> dict[str, float]:
@@ -129,8 +134,11 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
-@pytest.mark.parametrize("shares", [SHARES, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
-@pytest.mark.parametrize("how", ["dp", "zero"])
+@pytest.mark.parametrize(
+    ("how", "shares"),
+    [("dp", SHARES), ("zero", NONE_FOR_ONE), ("zero", TWO)],
+    ids=["dp", "zero-and-one-has-no-rows", "zero-and-one-is-idle"],
+)
 def test_ten_steps_are_those_of_one_device(
     one: WorkerPool, three: WorkerPool, tmp_path: Path, how: str, shares: Shares
 ) -> None:
@@ -170,15 +178,21 @@ def test_the_best_model_is_loaded_at_the_end(one: WorkerPool, three: WorkerPool,
     assert all(torch.equal(ours[key], best[key]) for key in ours)
 
 
-def refused(folder: str, checkpoint: str) -> str:
+def refused(folder: str, checkpoint: str | None, shares: Shares, own_loss: bool) -> str:
     try:
-        trained(folder, ("dp", SHARES), checkpoint)
-    except CheckpointError as error:
+        trained(folder, ("dp", shares), checkpoint, None, own_loss)
+    except LopsidedError as error:
         return str(error)
     return ""
 
 
 def test_the_state_of_a_plain_trainer_is_refused(one: WorkerPool, three: WorkerPool, tmp_path: Path) -> None:
     one.run(trained, str(tmp_path / "one"))
-    told = three.run(refused, str(tmp_path / "three"), str(tmp_path / "one" / "checkpoint-4"))
+    checkpoint = str(tmp_path / "one" / "checkpoint-4")
+    told = three.run(refused, str(tmp_path / "three"), checkpoint, SHARES, False)
     assert all("on one device, or under DDP" in text for text in told)
+
+
+def test_an_idle_process_has_no_loss_outside_of_the_model(three: WorkerPool, tmp_path: Path) -> None:
+    told = three.run(refused, str(tmp_path), None, TWO, True)
+    assert all("could not compute a loss outside of the model" in text for text in told)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.placement import I, S
 from lopsided.runtime import optimizers
 from lopsided.runtime.optimizers import NotElementwiseWarning, is_elementwise, watch_optimizers
 from lopsided.runtime.pieces import Piece
+from tests.support.small_net import batch_of, both, gap
 
 
 class Lion(Optimizer):
@@ -219,3 +221,30 @@ def test_the_model_is_told_of_every_step() -> None:
     optimizer.step()
     assert model.told_of == [optimizer, optimizer]
     assert other.told_of == []
+
+
+def steps_with_closures() -> float:
+    """SGD, whose steps show a norm that is wrong, with the loss and the clipping in its closure."""
+    alone, pm = both("zero")
+    for model in (alone, pm):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        for k in range(3):
+
+            def closure(model: nn.Module = model, optimizer: Optimizer = optimizer, k: int = k) -> Tensor:
+                optimizer.zero_grad()
+                if model is pm:
+                    with pm.no_sync():
+                        (pm(**batch_of(2 * k + 1)) / 2).backward()
+                else:
+                    (model(**batch_of(2 * k + 1)) / 2).backward()
+                loss: Tensor = model(**batch_of(2 * k)) / 2
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                return loss
+
+            optimizer.step(closure)
+    return gap(pm, alone, gradients=False)
+
+
+def test_a_closure_clips_by_the_norm_of_the_whole(crews: Callable[[int], WorkerPool]) -> None:
+    assert max(crews(3).run(steps_with_closures)) < 1e-9

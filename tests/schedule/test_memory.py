@@ -306,3 +306,19 @@ def test_what_fits_is_not_worth_a_word() -> None:
     scale = Scale(cluster(1, memory=100), (1.0,))
     assert describe_excess(held, scale) is None
     check_fits(held, scale)
+
+
+def test_a_parameter_that_nobody_uses_has_no_gradient_and_no_state() -> None:
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle, self.frozen = nn.Linear(4, 4), nn.Linear(9, 9), nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.frozen(self.used(x)).sum()
+
+    graph = lopsided.capture(Idle(), {"x": torch.randn(3, 4)})
+    held = held_by(lopsided.one_device(graph), ADAMW)
+    uses = {what: {one.use for one in held if one.what == what} for what in ("used_weight", "idle_weight")}
+    assert uses == {"used_weight": {"parameter", "gradient", "optimizer"}, "idle_weight": {"parameter"}}
+    assert {one.use for one in held if one.what == "frozen_weight"} == {"parameter"}
