@@ -204,7 +204,9 @@ def shapes_page(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def planning_page(speed: dict[str, Any], quality: dict[str, Any]) -> str:
+def planning_page(
+    speed: dict[str, Any], kinds: dict[str, Any], quality: dict[str, Any], against_random: dict[str, Any]
+) -> str:
     return "\n".join(
         [
             NOTE,
@@ -212,7 +214,9 @@ def planning_page(speed: dict[str, Any], quality: dict[str, Any]) -> str:
             *_speed(speed),
             *_depth(speed),
             *_devices(speed),
+            *_kinds(kinds),
             *_peers(speed),
+            *_against_random(against_random),
             *_quality(quality),
         ]
     )
@@ -364,6 +368,56 @@ def _devices(data: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def _kinds(data: dict[str, Any]) -> list[str]:
+    goals, rows = data["goals"], data["rows"]
+    by_kinds = [row for row in rows if row["cluster"].endswith("devices")]
+    deep = [row for row in rows if row not in by_kinds]
+    met = {
+        "kinds": all(row["ratio"] <= goals["kinds"] for row in by_kinds),
+        "depth": all(row["ratio"] <= goals["depth"] for row in deep),
+    }
+    loads = [row["load"] for row in rows]
+    lines = [
+        "### Kinds of devices\n",
+        f"{_made_by(data)}. The whole answer once each, as a ratio of the processor's seconds to those of an export of "
+        f"the same model just before, on a machine that did other things too (load {min(loads):.1f} to "
+        f"{max(loads):.1f}). Goals: at most {goals['kinds']:g}× where devices differ ({_met(met['kinds'])}), at most "
+        f"{goals['depth']:g}× for deep models on many devices ({_met(met['depth'])}).\n",
+        "| model | batch | cluster | export | whole answer | ratio | searches | devices used | step |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        kind = "" if row["dtype"] == "f32" else f", {row['dtype']}"
+        lines.append(
+            f"| `{row['model']}` | {row['batch']:,}{kind} | {row['cluster']} | {row['export_cpu_s']:.2f} s "
+            f"| {row['cpu_s']:.2f} s | {row['ratio']:.2f} | {row['searches']} | {row['used']:,} of {row['devices']:,} "
+            f"| {_seconds(row['step_s'])} |"
+        )
+    return [*lines, ""]
+
+
+def _against_random(data: dict[str, Any]) -> list[str]:
+    goals = data["goals"]
+    met = data["most"] <= goals["most"] and data["median"] <= goals["median"]
+    lines = [
+        "## Against random programs\n",
+        f"{_made_by(data)}. Small models on random clusters of one to three kinds. Rivals of a plan are "
+        f"{data['programs']} programs that are the cheapest at prices which are off by random factors, on random parts "
+        "of the cluster, each with balanced shares and judged as candidates of the planner are. Plans are at most "
+        f"{data['most']:.2%} off the best found, {data['median']:.2%} in the median; goal: at most "
+        f"{goals['most']:.1%}, and {goals['median']:.2%} ({_met(met)}).\n",
+        "| model | batch | devices, TFLOP/s each | plan's step | best found | off |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        kinds = ", ".join(f"{count} × {speed / 1e12:.3g}" for count, speed in row["kinds"])
+        lines.append(
+            f"| `{row['model']}` | {row['batch']} | {kinds} | {_seconds(row['plan_s'])} | {_seconds(row['best_s'])} "
+            f"| {row['off']:.2%} |"
+        )
+    return [*lines, ""]
+
+
 def _peers(data: dict[str, Any]) -> list[str]:
     lines = [
         "### For scale\n",
@@ -489,7 +543,7 @@ def main() -> None:
 PAGES: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
     ("coverage", coverage_page, ("coverage",)),
     ("benchmarks", benchmarks_page, ("algebra",)),
-    ("planning", planning_page, ("planner", "quality")),
+    ("planning", planning_page, ("planner", "kinds", "quality", "against_random")),
     ("runtime-benchmarks", runtime_page, ("runtime", "runtime-cuda", "compiled-cuda")),
     ("scripts", scripts_page, ("scripts",)),
     ("shapes", shapes_page, ("shapes",)),

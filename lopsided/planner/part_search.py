@@ -61,7 +61,7 @@ class PartSearch:
             best = self._from_seed(f"from {seed}", shares)
             self.pool.log.append(f"{shown} from {seed}: {', '.join(self._said)}")
             nothing_fits = best is None and self.pool.best is not None
-            if number == 0 and self.on.devices > 1 and not nothing_fits and not self._is_far(best):
+            if number == 0 and self.on.devices > 1 and not nothing_fits and not self._is_hopeless(best):
                 list(self.pool.plain_balanced(self.on))
             if best is None or self.memory_price or self._is_far(best, _CLOSE):
                 break
@@ -70,6 +70,13 @@ class PartSearch:
     def _is_far(self, candidate: Candidate | None, times: float = _FAR) -> bool:
         best = self.pool.best
         return candidate is not None and best is not None and candidate.step_s > times * best.step_s
+
+    def _is_hopeless(self, candidate: Candidate | None) -> bool:
+        """Whether all that is known on these devices is far off the best.
+
+        Where data parallelism is near it, a search that has the wrong estimate of what hides says little.
+        """
+        return self._is_far(candidate) and self._is_far(self.pool.of_part.get(self.on.fingerprint, candidate))
 
     def _from_seed(self, name: str, shares: Shares) -> Candidate | None:
         best = self._first_turn(name, shares)
@@ -90,7 +97,7 @@ class PartSearch:
         best: Candidate | None = None
         for estimate in (*_ESTIMATES, None):
             hidden = estimate or self._covered(best)
-            if self._is_far(best) or (self.memory_price and estimate not in _ESTIMATES[:2]):
+            if self._is_hopeless(best) or (self.memory_price and estimate not in _ESTIMATES[:2]):
                 # Where memory decides, what is hidden does not.
                 continue
             if estimate is None and any(max(abs(hidden[k] - e[k]) for k in (0, 1)) < 0.15 for e in _ESTIMATES):

@@ -55,6 +55,7 @@ ABOUT = {
 }
 
 _TRIES = 4  # parts with most devices of a cluster, on which its best program is made
+_GRID = 8  # numbers of kinds that are compared at a time
 
 _YOUNG_OBJECTS = 100_000
 """So many new objects are made before the collector looks at them while a plan is made; 700 are Python's own."""
@@ -247,6 +248,8 @@ def _promising(pool: CandidatePool, cluster: Cluster) -> Iterator[Cluster]:
         most += [part for part in roomy if many and _has_most(part, cluster)]
         yield from _searchable(pool, cluster, [part for part in roomy if not (many and _has_most(part, cluster))])
     yield from _with_most(pool, cluster, most)
+    if many:
+        yield from _as_many_as_pay(pool, cluster)
 
 
 def _with_most(pool: CandidatePool, cluster: Cluster, places: Sequence[Cluster]) -> Iterator[Cluster]:
@@ -268,10 +271,43 @@ def _with_most(pool: CandidatePool, cluster: Cluster, places: Sequence[Cluster])
     bar_s = estimate.on(best.on, memory_limits(best.on)).step_s * pool.chosen.step_s / best.step_s * BETTER
     steps = [(estimate.on(part, memory_limits(part)).step_s, number) for number, part in enumerate(places)]
     for _, number in [one for one in sorted(steps) if one[0] < bar_s][:_TRIES]:
-        how = (pool.by_speed(places[number]), best.regather, best.found)
-        pool.balanced(best.name, places[number], best.program, *how, bucket_bytes=best.bucket_bytes)
+        pool.elsewhere(best, places[number])
     if pool.chosen is not best and pool.chosen.on.fingerprint in known[1:]:
         yield pool.chosen.on
+
+
+def _as_many_as_pay(pool: CandidatePool, cluster: Cluster) -> Iterator[Cluster]:
+    """So many of the fastest kinds as the best program is estimated to take least on, where that helps it.
+
+    Only halving numbers were tried. The best number is looked for where the step is shortest on a grid that gets finer.
+    """
+    best = pool.best
+    if best is None:
+        return
+    estimate = pool.estimate(best, cluster)
+    order = sorted(range(len(cluster.kinds)), key=lambda k: (-cluster.kinds[k].flops(pool.dtype), k))
+    steps: dict[int, float] = {}
+
+    def step_s(count: int) -> float:
+        if count not in steps:
+            part = cluster.only(order[:count])
+            steps[count] = estimate.on(part, memory_limits(part)).step_s
+        return steps[count]
+
+    low, high, stride = 1, len(order), len(order)
+    while stride > 1:
+        stride = -(-(high - low) // _GRID)
+        quickest = min((*range(low, high, stride), high), key=step_s)
+        low, high = max(quickest - stride, low), min(quickest + stride, high)
+    part = cluster.only(order[:quickest])
+    if (
+        part.fingerprint in pool.learned
+        or step_s(quickest) >= estimate.on(best.on, memory_limits(best.on)).step_s * BETTER
+    ):
+        return
+    pool.elsewhere(best, part)
+    if pool.chosen.on.fingerprint == part.fingerprint:
+        yield part
 
 
 def _has_most(part: Cluster, cluster: Cluster) -> bool:

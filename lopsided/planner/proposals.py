@@ -479,6 +479,11 @@ class CandidatePool:
             polish=polish,
         )
 
+    def elsewhere(self, candidate: Candidate, on: Cluster) -> Candidate | None:
+        """The same program on other devices, with the best shares there."""
+        how = (self.by_speed(on), candidate.regather, candidate.found)
+        return self.balanced(candidate.name, on, candidate.program, *how, bucket_bytes=candidate.bucket_bytes)
+
     def partly_stored_cut(self, candidate: Candidate) -> None:
         """The same program with some of its whole parameters stored cut: those used last, as there is time to gather.
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster, Kind, Link, parts
+from lopsided.cluster.cluster_file import load_cluster
 from lopsided.cluster.collectives import Network
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph
@@ -25,6 +26,7 @@ from lopsided.planner.pins import limits_of
 from lopsided.planner.planner import plan_graph
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Affine, Scale, optimizer_named
+from lopsided.schedule.schedule import BUCKET_BYTES
 from tests.support.schedules import Work, schedule_of
 
 
@@ -137,6 +139,14 @@ def test_what_is_learned_on_devices_belongs_to_them(graph: Graph) -> None:
     assert plan_graph(graph, on).step_s <= plan_graph(graph, cluster_of(fast, within=1e11)).step_s / BETTER
 
 
+@pytest.mark.parametrize("between", [5e9, 5e10])
+def test_as_many_of_the_fastest_are_used_as_pay(graph: Graph, between: float) -> None:
+    """Fifteen of twenty-four are neither half of them nor all but one, two, four or eight."""
+    speeds = [8 + k / 100 if k < 15 else (1 + k / 100) / 40 for k in range(24)]
+    on = cluster_of(*(kind(f"d{k}", speed) for k, speed in enumerate(speeds)), between=between)
+    assert plan_graph(graph, on).step_s <= plan_graph(graph, on.only(range(15))).step_s / BETTER * (1 + 1e-9)
+
+
 # What devices are worth
 
 
@@ -203,4 +213,32 @@ def test_part_search_is_a_function_of_the_part(graph: Graph) -> None:
             part_search.PartSearch(pool, on).improve()
             pool.best = None
         steps.append(pool.of_part[small.fingerprint].step_s)
+    assert steps[0] == steps[1]
+
+
+def test_a_program_may_send_more_at_a_time_than_suits_data_parallelism(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = replace(cluster_of(kind("d", 8, count=4)), within=Link(1e-4, 1e10))
+    steps = []
+    for size in (2**14, BUCKET_BYTES):
+        pool = pool_of(graph)
+        monkeypatch.setattr(pool, "bucket_on", lambda _, size=size: size)
+        part_search.PartSearch(pool, on).improve()
+        steps.append(pool.of_part[on.fingerprint].step_s)
+    assert steps[0] <= steps[1] * (1 + 1e-9)
+
+
+def test_a_part_is_not_left_for_the_first_estimate_where_data_parallelism_is_near_the_best() -> None:
+    """As if nothing could hide, tensor parallelism is found first, and takes far longer than data parallelism does."""
+    graph, on = capture(*load("vit:layers=2", batch=32)), load_cluster("2xA6000+2x2080Ti").only([0])
+    steps = []
+    for known in (True, False):
+        pool = pool_of(graph)
+        list(pool.classics(on))
+        list(pool.plain_balanced(on))
+        if not known:
+            pool.best = None
+        part_search.PartSearch(pool, on).improve()
+        steps.append(pool.of_part[on.fingerprint].step_s)
     assert steps[0] == steps[1]
