@@ -244,8 +244,8 @@ def _compiled(data: dict[str, Any]) -> list[str]:
     ready = "first three steps: torch.compile | ours"
     lines = [
         f"## Compiled: one device, one {data['device']}, bf16 autocast\n",
-        f"`{data['about']['command']}`, torch {data['about']['torch']}. Milliseconds of a step; the ratio is the median "
-        "over rounds of ours, compiled, to torch.compile's within a round. Goal: at most 1.02×.\n",
+        f"`{data['about']['command']}`, torch {data['about']['torch']}. Seconds of a step; the ratio is the "
+        "median over rounds of ours, compiled, to torch.compile's within a round. Goal: at most 1.02×.\n",
         f"| model | {' | '.join(subjects.values())} | ratio | {ready} |",
         "|---" * (len(subjects) + 4) + "|",
     ]

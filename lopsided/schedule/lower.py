@@ -55,7 +55,7 @@ from lopsided.schedule.schedule import (
     counted,
     exchange,
 )
-from lopsided.schedule.stretches import Candidate, grouped
+from lopsided.schedule.stretches import Joinable, grouped
 
 _Copy = tuple[str, Placement]
 _Runs = TypeVar("_Runs", bound=Compute | Exchange | Redistribute)
@@ -163,7 +163,7 @@ class _Lowering:
         for numbers in grouped(self.program, candidates, self.decisions.stretch):
             yield [self.steps[k] for k in numbers]
 
-    def _candidate(self, one: _Lowered) -> Candidate:
+    def _candidate(self, one: _Lowered) -> Joinable:
         sends = any(isinstance(item, Exchange) for item in one.forward) or any(
             not item.bucket and not self._is_local(item) for item in one.made
         )
@@ -172,7 +172,7 @@ class _Lowering:
         # Where a region keeps what some of its nodes made, each runs by itself.
         partly = region >= 0 and bool(self.marked[region].kept)
         takes = None if sends or talks_back or partly else tuple(item.value for item in one.made)
-        return Candidate(one.step, takes, region)
+        return Joinable(one.step, takes, region)
 
     def _is_local(self, item: Redistribute) -> bool:
         """It sends nothing, forward or backward."""

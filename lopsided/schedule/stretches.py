@@ -36,7 +36,7 @@ def most_nodes(devices: int, nodes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Joinable:
     """A step that may be part of a stretch with those before it, if `takes`, what is converted for it, is there by
     then. None: it stands alone."""
 
@@ -45,7 +45,7 @@ class Candidate:
     region: int  # that runs again, or -1
 
 
-def grouped(program: Program, candidates: Sequence[Candidate], most: int) -> Iterator[range]:
+def grouped(program: Program, candidates: Sequence[Joinable], most: int) -> Iterator[range]:
     """The numbers of the candidates, stretch by stretch. Those of none are alone."""
     leading = _leading_on(program)
     start = 0
@@ -58,7 +58,7 @@ def grouped(program: Program, candidates: Sequence[Candidate], most: int) -> Ite
         start = stop
 
 
-def _together(candidates: Sequence[Candidate]) -> int:
+def _together(candidates: Sequence[Joinable]) -> int:
     """How many candidates may join the first."""
     first = candidates[0]
     if first.takes is None:
