@@ -60,7 +60,8 @@ class Adopted:
         for name, piece in pieces.items():
             for also in (name, *piece.also):
                 path, _, key = also.rpartition(".")
-                owner = model.get_submodule(path)
+                # By way of the original: a submodule may be called like an attribute of the parallel module.
+                owner = original.get_submodule(path) if path else model
                 self._places.append((owner._parameters, key, name))
                 self.by_name[name] = owner.get_parameter(key)
 

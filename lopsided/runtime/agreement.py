@@ -225,14 +225,14 @@ def in_group_order(plan: Plan, world: World) -> Shares:
 def compiled_where_wanted(plans: Sequence[Plan], compile: bool | None, device: torch.device) -> tuple[Plan, ...]:
     """The plans with or without compiled stretches, the same on all ranks: as rank 0 wants it, else as a plan says, and
     if that says nothing where some device is a GPU."""
-    wanted = from_first(lambda: "" if compile is None else str(compile))
+    wanted = from_first(lambda: str(compile))
     gpus = torch.tensor([int(device.type == "cuda")])
     if dist.get_world_size() > 1:
         dist.all_reduce(gpus, dist.ReduceOp.MAX, group=group_to_talk())
     found = []
     for plan in plans:
         most = plan.stretch or most_nodes(plan.on.devices, len(plan.program.steps))
-        on = wanted == str(True) or (not wanted and (plan.stretch > 0 or bool(gpus.item())))
+        on = wanted == str(True) or (wanted == str(None) and (plan.stretch > 0 or bool(gpus.item())))
         found.append(replace(plan, stretch=most if on else 0))
     return tuple(found)
 

@@ -516,3 +516,22 @@ def test_the_whole_model_on_one_rank(crews: Callable[[int], WorkerPool]) -> None
     for told, gap in crews(3).run(whole_again):
         assert all("lopsided.whole(pm)" in text for text in told)
         assert gap < 1e-9
+
+
+def test_submodules_may_be_called_like_attributes_of_the_parallel_module() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.inputs, self.plan = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.plan(self.inputs(self.module(x))).pow(2).sum()
+
+    torch.manual_seed(0)
+    net, batch = Net(), {"x": torch.randn(3, 4)}
+    wanted = net(**batch).item()
+    pm = lopsided.parallelize(net, batch, cluster=cluster_of(1), quiet=True)
+    loss = pm(**batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted)
+    assert {name for name, p in pm.named_parameters() if p.grad is not None} == {*dict(Net().named_parameters())}
