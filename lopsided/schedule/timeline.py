@@ -214,17 +214,20 @@ class _Lanes:
         self.compute(stretch)
 
     def compute(self, stretch: Sequence[Computed]) -> None:
-        """What is computed without a break: as one, unless somebody wants to see each."""
-        if self.events is None:
-            if stretch:
-                self._compute_for(self._taken(stretch))
+        """What is computed without a break, as one; who wants to see each sees it in between."""
+        if not stretch:
             return
-        for item in stretch:
-            before = self.now
-            self._compute_for(self._taken([item]))
-            what = f"∂{item.node}" if item.backward else item.node
-            for kind, start, end in zip(self.kinds, before, self.now, strict=True):
-                self.events.append(Event(kind, what, start, end, id=item.id))
+        if self.events is not None:
+            at, over, computed = self.now, list(self.over), self.computed
+            for item in stretch:
+                before = self.now
+                self._compute_for(self._taken([item]))
+                what = f"∂{item.node}" if item.backward else item.node
+                for kind, start, end in zip(self.kinds, before, self.now, strict=True):
+                    self.events.append(Event(kind, what, start, end, id=item.id))
+            # The step is the same to the last digit, whoever looks.
+            self.now, self.over, self.computed = at, over, computed
+        self._compute_for(self._taken(stretch))
 
     def _taken(self, stretch: Sequence[Computed]) -> tuple[float, ...]:
         """Seconds of each kind, undisturbed. Layers are alike, and added up once."""
