@@ -3,9 +3,9 @@
 In: the instructions of a head (`lopsided.schedule.loss_heads`). Out: `RunChunked`, one instruction in their place.
 
 The one idea: the gradient of a sum over rows is known row by row, but for the gradient of the sum itself, by which
-everything is multiplied at last. So every chunk of rows goes forward, to its loss, and back at once, and its logits are
-forgotten. What is kept for the backward pass are the gradient of the rows and that of the matrix, both of the plain sum:
-a mean is divided after it, and whatever scales the loss (for float16) comes last, so nothing small is lost on the way.
+everything is multiplied at last. So every chunk of rows goes forward, to its loss, and back at once, and its logits
+are forgotten. What is kept for the backward pass are the gradient of the rows and that of the matrix, both of the plain
+sum: a mean is divided after it, and what scales the loss (for float16) comes last, so nothing small is lost on the way.
 
     p = softmax(logits)                  in float32, in the memory of the logits' copy
     loss of a row                        log Σ exp − (1 − s) · logit of the target − s · mean of all
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,8 +41,7 @@ _MEAN = 1
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What is done to logits between the product and the loss, element by element; `back` is what their gradient is
-    multiplied through by, or nothing where it is the same."""
+    """What is done to logits between the product and the loss, element by element."""
 
     run: RunOp
     node: RunNode
@@ -49,11 +49,15 @@ class Between:
 
 @dataclass(frozen=True)
 class Unmade:
-    """A value that is made when it is looked at."""
+    """A value that is made when it is first looked at."""
 
     make: Callable[[], Tensor]
     dtype: torch.dtype
     device: torch.device
+
+    @cached_property
+    def made(self) -> Tensor:
+        return self.make()
 
 
 @dataclass(slots=True)
@@ -182,7 +186,7 @@ def run_chunked(
     shown: Sequence[int],
     prepared: Callable[[RunNode], RunOp],
 ) -> RunChunked:
-    """The nodes of a head as one instruction. `prepared` makes an op a function of its operands, whatever their form."""
+    """The nodes of a head as one instruction. `prepared` makes an op a function of operands of whatever form."""
     between = [
         Between(prepared(node), node)
         for node, call in zip(nodes[1:-1], calls[1:-1], strict=True)

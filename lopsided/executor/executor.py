@@ -242,9 +242,7 @@ class _Compiler:
         shown = [k for k, one in enumerate(nodes[:-1]) if one.node.results[0].name in self.placed]
         talks = self.schedule.steps[node.node.name].rule.how != "plain"
         answer = self.answers[node.node.name] if talks else None
-        return run_chunked(
-            nodes, calls, chunked.rows, answer, shown, lambda one: prepared_call(one.node, self.device)
-        )
+        return run_chunked(nodes, calls, chunked.rows, answer, shown, lambda one: prepared_call(one.node, self.device))
 
     def _convert(self, item: Redistribute) -> Convert:
         at, into = self.slots[item.value, item.source], self.slot(item.value, item.to)

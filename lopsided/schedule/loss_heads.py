@@ -1,11 +1,11 @@
 """Losses over many classes, some rows at a time: logits are never there all at once.
 
-In: a `Graph`, and for `chunks_of` a `Program` with decisions. Out: `LossHead`s, what of a graph may run so, and those of
-them that do.
+In: a `Graph`, and for `chunks_of` a `Program` with decisions. Out: `LossHead`s, what of a graph may run so, and those
+of them that do.
 
 The one idea: a cross-entropy adds up over rows, and so does the product before it going backward. So some rows are
-multiplied, their loss and its gradient are taken, and the gradient is multiplied on, to that of the rows and that of the
-matrix, before the next rows begin. Of the logits, and of what a loss makes of them, one chunk is there; nothing is
+multiplied, their loss and its gradient are taken, and the gradient is multiplied on, to that of the rows and that of
+the matrix, before the next rows begin. Of the logits, and of what a loss makes of them, one chunk is there; nothing is
 computed twice. What is kept are the two gradients, which the backward pass would have begun with anyway; it multiplies
 them by the gradient of the loss.
 

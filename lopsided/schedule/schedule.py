@@ -55,14 +55,14 @@ LEVELS: tuple[Level, ...] = ("cheap", "attention", "whole")
 """What of a region runs again: what costs hardly more than reading its operands; products of computed values (which is
 what attention is), too; or the products with parameters as well. Each holds less than the one before.
 
-`chunked` is another matter: a loss and the product before it, forward and backward together, some rows at a time, so that
-nothing of it is kept and nothing runs again (`lopsided.schedule.loss_heads`)."""
+`chunked` is another matter: a loss and the product before it, forward and backward together, some rows at a time, so
+that nothing of it is kept and nothing runs again (`lopsided.schedule.loss_heads`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """A region that the planner has run again in the backward pass in place of keeping what its nodes save; or, chunked,
-    `rows` at a time.
+    """A region that the planner has run again in the backward pass in place of keeping what its nodes save; or,
+    chunked, `rows` at a time.
 
     `kinds` are the numbers of the kinds of devices that do so, in the order of the cluster; without, all do, and so
     they do where the region sends something forward. The others keep what they would keep anyway.
