@@ -125,7 +125,7 @@ class InMemory:
         accord.each(lambda: clear(self._home) if self._leads else None)
         self._made = accord.first(lambda: secrets.token_hex(8))
         if keep_copies >= len(names) and keep_copies:
-            self._tell("%d copies are wanted, and there are %d nodes: one on each", keep_copies, len(names))
+            self._tell("keep_copies=%d, and the nodes to keep copies on are %d", keep_copies, len(names) - 1)
         self._off = False
         self._since, self._after, self._looked_s = 0, 1, _now_s()
         self._waits_s = self._behind_s = 0.0
