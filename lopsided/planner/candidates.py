@@ -21,7 +21,7 @@ from lopsided.planner.search import Found
 from lopsided.planner.search_cost import Hidden
 from lopsided.schedule.memory import Holding
 from lopsided.schedule.pricing import PricedStep
-from lopsided.schedule.schedule import BUCKET_BYTES, Rerun
+from lopsided.schedule.schedule import BUCKET_BYTES, OnHost, Rerun
 from lopsided.schedule.timeline import Timeline
 
 MEMORY_IN_USE = 0.92
@@ -52,6 +52,7 @@ class Candidate:
     found: Found | None = None  # the search it comes from
     bucket_bytes: int = BUCKET_BYTES
     reruns: tuple[Rerun, ...] = ()
+    on_host: tuple[OnHost, ...] = ()
 
     @property
     def step_s(self) -> float:

@@ -38,6 +38,7 @@ from lopsided.profiling.dry_run import (
     agreed,
     packing,
 )
+from lopsided.profiling.host_link import measure_host_link
 from lopsided.profiling.kinds import (
     Found,
     RankHost,
@@ -264,7 +265,7 @@ def _measure_devices(
     wanted = tuple(dict.fromkeys((*speed_dtypes(graphs), *dtypes)))
     speeds = measure_speeds(wanted, device, _SPEEDS_PART * budget_s)
     council.meet(load)
-    seats = cast(list[RankHost], council.hear(seat_of(device, speeds)))
+    seats = cast(list[RankHost], council.hear(seat_of(device, speeds, measure_host_link(device))))
     room = min(memory_of(seat, seats) for seat in seats)
     # Alone there is nothing to send, and more time to compute.
     part = _OPS_PART + (LINKS_PART + BESIDE_PART if len(seats) == 1 else 0.0)
