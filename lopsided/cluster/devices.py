@@ -103,6 +103,7 @@ class Kind:
     compute_slowdown: float = 0.0
     overhead_s: float = 0.0
     contention: float = 1.0
+    memory_reserve: float = 0.08
     host_bytes_per_s: float = 0.0
     host_memory_bytes: int = 0  # of the node, free for what its devices keep there; 0 where nobody said
 
@@ -162,6 +163,8 @@ class Kind:
         beside = [float(self.compute_slowdown), float(self.overhead_s)]
         if self.host_bytes_per_s or self.host_memory_bytes:
             beside += [float(self.host_bytes_per_s), float(self.host_memory_bytes)]
+        if self.memory_reserve != coefficient(KIND, "memory_reserve").default:
+            beside.append(float(self.memory_reserve))
         if self.contention != 1:
             return json.dumps([*facts, beside, float(self.contention)])
         # Devices that nobody measured are as they always were: plans for them keep their fingerprints.
@@ -234,7 +237,13 @@ def _numbers_alone(kind: Kind) -> list[float | str]:
     """What a likeness is of, but as if no other device of the node worked, in a fixed order."""
     alone = kind.with_fewer(2, 1)
     found: list[float | str] = [alone.bytes_per_s, alone.memory_bytes, alone.launch_s]
-    found += [alone.compute_slowdown, alone.overhead_s, alone.host_bytes_per_s, alone.host_memory_bytes]
+    found += [
+        alone.compute_slowdown,
+        alone.overhead_s,
+        alone.host_bytes_per_s,
+        alone.host_memory_bytes,
+        alone.memory_reserve,
+    ]
     for dtype, flops in sorted(alone.flops_per_s):
         found += [dtype, flops]
     for entry in sorted(alone.measured, key=lambda entry: entry.call):

@@ -24,9 +24,6 @@ from lopsided.schedule.pricing import PricedStep
 from lopsided.schedule.schedule import BUCKET_BYTES, OnHost, Rerun
 from lopsided.schedule.timeline import Timeline
 
-MEMORY_IN_USE = 0.92
-"""How much of a device's memory a plan may fill: the rest is the driver's, the allocator's and the library's."""
-
 BETTER = 1 - 1e-3
 """By less than this, another pair is not worth the change."""
 
@@ -130,7 +127,7 @@ def excess(candidate: Candidate) -> float:
 
 def memory_limits(cluster: Cluster) -> tuple[int, ...]:
     """Bytes that a plan may fill, for each kind."""
-    return tuple(max(int(kind.memory_bytes * MEMORY_IN_USE), 1) for kind in cluster.kinds)
+    return tuple(max(int(kind.memory_bytes * (1 - kind.memory_reserve)), 1) for kind in cluster.kinds)
 
 
 def speed_dtype(graph: Graph) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from lopsided.cluster.coefficients import KIND, coefficient
 from lopsided.cluster.devices import Kind, Measured
 from lopsided.comm.recorder import hardware_of
 from lopsided.profiling.noise import noise, typical
@@ -131,8 +132,11 @@ def kinds_of(
     compute_slowdowns: Sequence[float],
     overheads: Sequence[float],
     contentions: Sequence[float] = (),
+    reserves: Sequence[float] = (),
 ) -> tuple[Kind, ...]:
-    """Runs of ranks that are alike. Without `contentions` nobody is taken to crowd anyone."""
+    """Runs of ranks that are alike. Without `contentions` nobody is taken to crowd anyone, and without `reserves` the
+    usual part of memory is left free."""
+    usual = coefficient(KIND, "memory_reserve").default or 0.0
     # Only what all have measured: else one device would be priced by a clock and another by an estimate.
     keys = [key for key in found[0] if all(key in table for table in found)]
     rates = paces(seats, found, jobs)
@@ -161,6 +165,7 @@ def kinds_of(
             statistics.fmean(compute_slowdowns[rank] for rank in run),
             statistics.fmean(overheads[rank] for rank in run),
             statistics.fmean(contentions[rank] for rank in run) if contentions else 1.0,
+            max(reserves[rank] for rank in run) if reserves else usual,
             statistics.fmean(seats[rank].host_bytes_per_s for rank in run),
             min(seat.host_memory_bytes for seat in seats if _same_host(seat, seats[run[0]])) // 2**20 * 2**20,
         )

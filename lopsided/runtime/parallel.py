@@ -80,6 +80,7 @@ from lopsided.runtime.inputs import Inputs
 from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.moving import take_shares
 from lopsided.runtime.optimizers import watch_optimizers
+from lopsided.runtime.out_of_memory import explain
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.paced import Paced, check_replan
 from lopsided.runtime.parameter_hooks import ParameterHooks
@@ -246,6 +247,7 @@ class Parallel(nn.Module):
         self._side = side_group(world, timeout_s)
         self.watch = Watchdog(world, default_store(), timeout_s, side=self._side)
         weakref.finalize(self, self.watch.stop)
+        self.watch.explains = partial(explain, weakref.ref(self))
         self.wire = Communicator(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
         self.pieces = self._take_pieces(model, init, seed)
         self._form, self._programs = self._no_programs()
