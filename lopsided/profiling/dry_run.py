@@ -203,8 +203,8 @@ def forget_peaks(device: torch.device) -> None:
 
 
 def memory_reserve(device: torch.device) -> float:
-    """The part of its memory that a plan should leave free, after dry runs: how much more the allocator took at its peak
-    than tensors had, and what libraries take. Of a device that has no such allocator, what is usual."""
+    """The part of its memory that a plan should leave free, after dry runs: how much more the allocator took at its
+    peak than tensors had, and what libraries take. Of a device that has no such allocator, what is usual."""
     row = coefficient(KIND, "memory_reserve")
     taken = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     if not taken or row.default is None:

@@ -50,8 +50,8 @@ def seat_of(device: torch.device, speeds: Speeds, host_bytes_per_s: float = 0.0)
         facts = torch.cuda.get_device_properties(device)
         serial = str(getattr(facts, "uuid", torch.cuda.current_device() if device.index is None else device.index))
         about = (platform.node(), identity, facts.name, serial, _free_on_gpu(device), speeds)
-        return RankHost(*about, host_bytes_per_s, _free_memory())
-    return RankHost(platform.node(), identity, hardware_of(device), "", _free_memory(), speeds)
+        return RankHost(*about, host_bytes_per_s, free_memory())
+    return RankHost(platform.node(), identity, hardware_of(device), "", free_memory(), speeds)
 
 
 def _free_on_gpu(device: torch.device) -> int:
@@ -60,7 +60,7 @@ def _free_on_gpu(device: torch.device) -> int:
     return int(free) + int(torch.cuda.memory_reserved(device))
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """What this host, or the container around us, has left."""
     facts = Path("/proc/meminfo")
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text() if facts.is_file() else "", re.MULTILINE)
