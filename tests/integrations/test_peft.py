@@ -66,6 +66,7 @@ def trained(folder: str, dora: bool, form: str, none_for_one: bool) -> tuple[flo
     return worst, untouched, all(pm.pieces[n].is_cut for n, p in frozen if p.dim() > 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dora", "form", "none_for_one"),
     [(False, "", False), (True, "", True), (False, "nf4", True), (True, "int8", False)],

@@ -30,7 +30,7 @@ def trained(folder: str, parallel: bool) -> list[dict[str, float]]:
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 61}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
-    rows = [{name: part.tolist() for name, part in row.items()} for row in samples(48)]
+    rows = [{name: part[: 7 + k % 6].tolist() for name, part in row.items()} for k, row in enumerate(samples(48))]
     each = BATCH // 3 if parallel else BATCH
     args = trl.SFTConfig(
         folder,
@@ -49,6 +49,7 @@ def trained(folder: str, parallel: bool) -> list[dict[str, float]]:
         report_to=[],
         disable_tqdm=True,
         dataset_kwargs={"skip_prepare_dataset": True},
+        train_sampling_strategy="group_by_length",
     )
     parts: dict[str, Any] = {
         "model": model,
