@@ -760,10 +760,8 @@ _ELEMENTWISE = (
 )
 _VIEWS = "view reshape flatten ravel unflatten view_as reshape_as"
 
-OF_NUMBERS = frozenset(
-    ("select", "slice", "arange", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "expand")
-    + ("scalar_tensor",)
-)
+_OF_NUMBERS = "select slice arange zeros ones full new_zeros new_ones new_full expand scalar_tensor"
+OF_NUMBERS = frozenset(_OF_NUMBERS.split())
 """Forms of calls that may have a number from the data and no rows."""
 
 FORMS: dict[str, Form] = {

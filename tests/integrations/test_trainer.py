@@ -171,9 +171,7 @@ def test_ten_steps_are_those_of_one_device(
     ours, theirs = weights(results[0][1]), weights(str(at_one))
     assert ours.keys() == theirs.keys()
     assert max((ours[key] - theirs[key]).abs().max().item() for key in ours) < 1e-4
-    assert sorted(path.name for path in Path(results[0][1]).iterdir()) == sorted(
-        path.name for path in at_one.iterdir()
-    )
+    assert sorted(path.name for path in Path(results[0][1]).iterdir()) == sorted(path.name for path in at_one.iterdir())
     if how == "dp":
         return
     # From the checkpoint in the middle of an epoch, in new models: the rest of the losses.

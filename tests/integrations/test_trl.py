@@ -49,7 +49,6 @@ def trained(folder: str, parallel: bool) -> list[dict[str, float]]:
         report_to=[],
         disable_tqdm=True,
         dataset_kwargs={"skip_prepare_dataset": True},
-        train_sampling_strategy="group_by_length",
     )
     parts: dict[str, Any] = {
         "model": model,
@@ -61,8 +60,15 @@ def trained(folder: str, parallel: bool) -> list[dict[str, float]]:
     }
     trainer = SFTTrainer(cluster=cluster_of(3, [4e6, 8e6, 12e6]), **parts) if parallel else trl.SFTTrainer(**parts)
     trainer.train()
+    if parallel:  # groups of samples of one length are of the global batch
+        trainer.args.train_sampling_strategy = "group_by_length"
+        assert sampler_of(trainer.get_train_dataloader()).batch_size == 2 * BATCH
     compared = ("loss", "grad_norm", "eval_loss", "train_loss")
     return [{key: entry[key] for key in compared if key in entry} for entry in trainer.state.log_history]
+
+
+def sampler_of(loader: Any) -> Any:
+    return loader._whole.batch_sampler.sampler
 
 
 def test_three_steps_are_those_of_one_device(one: WorkerPool, three: WorkerPool, tmp_path: Any) -> None:
