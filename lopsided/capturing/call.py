@@ -239,7 +239,8 @@ def _take_leaf(leaf: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]
     if isinstance(leaf, torch.SymInt | torch.SymFloat):
         # A number that the model took out of a tensor, `loss.item()`: there is another in every step.
         dtype = torch.int64 if isinstance(leaf, torch.SymInt) else torch.float64
-        return [torch.scalar_tensor(leaf, dtype=dtype)], lambda given: given[0].item()
+        number: Any = leaf
+        return [torch.scalar_tensor(number, dtype=dtype)], lambda given: given[0].item()
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return _take_fields(leaf)
     kept = NotReturned(type(leaf).__name__) if _holds_tensors(leaf) else leaf
