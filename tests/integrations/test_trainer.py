@@ -216,3 +216,17 @@ def test_the_state_of_a_plain_trainer_is_refused(alone: Alone, three: WorkerPool
 def test_an_idle_process_has_no_loss_outside_of_the_model(three: WorkerPool, tmp_path: Path) -> None:
     told = three.run(refused, str(tmp_path), None, TWO, True)
     assert all("could not compute a loss outside of the model" in text for text in told)
+
+
+def test_samples_are_grouped_by_length_for_the_global_batch(tmp_path: Path) -> None:
+    import transformers
+
+    from lopsided.integrations.trainer import Trainer
+
+    trainer = object.__new__(Trainer)
+    how: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 2}
+    trainer.args = transformers.TrainingArguments(str(tmp_path), per_device_train_batch_size=4, use_cpu=True, **how)
+    trainer.train_dataset, trainer.processing_class = samples(24), None
+    with trainer._batch_size_in_args(BATCH):
+        assert trainer._get_train_sampler().batch_size == 2 * BATCH
+    assert trainer.args.per_device_train_batch_size == 4
