@@ -26,10 +26,9 @@ class StateOnHost:
         self.byte_s = seconds_a_byte(on) if optimizer.state else {}
         scale, placed = Scale(on, candidate.shares), dict(candidate.program.leaves)
         self.sizes: dict[str, tuple[float, ...]] = {}  # of every parameter the state, on each kind
-        for leaf in candidate.program.graph.parameters:
-            if (value := leaf.value).grad:
-                fractions = scale.fractions(cut_of(placed[value.name], value.shape))
-                self.sizes[value.name] = tuple(optimizer.state * value.bytes * part for part in fractions)
+        for value in candidate.program.graph.updated:
+            fractions = scale.fractions(cut_of(placed[value.name], value.shape))
+            self.sizes[value.name] = tuple(optimizer.state * value.bytes * part for part in fractions)
         self.whole = tuple(map(sum, zip(*self.sizes.values(), strict=True)))
 
     def freeing(self, wanted: Sequence[float]) -> tuple[OnHost, ...]:
