@@ -36,6 +36,15 @@ class StateOnHost:
         parts = [(k, math.ceil(100 * wanted[k] / self.whole[k])) for k in self.kinds if self.whole[k] and wanted[k] > 0]
         return tuple(OnHost(k, min(part, 100)) for k, part in parts)
 
+    def back(self, on_host: Sequence[OnHost], room: Sequence[float]) -> tuple[OnHost, ...]:
+        """Less of that on the host, where there is room for it on the device."""
+        found = []
+        for one in on_host:
+            fits = math.floor(100 * room[one.kind] / self.whole[one.kind]) if self.whole[one.kind] else 0
+            if (left := one.percent - max(fits, 0)) > 0:
+                found.append(OnHost(one.kind, left))
+        return tuple(found)
+
     def everything(self) -> tuple[OnHost, ...]:
         return tuple(map(OnHost, self.kinds))
 
