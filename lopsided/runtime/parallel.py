@@ -481,7 +481,7 @@ class Parallel(nn.Module):
         loss = ran.loss
         if loss.requires_grad:
             self._gradients.reset()
-            moving = [k for k, part in enumerate(parts) if part.requires_grad]
+            moving = [k for k, part in enumerate(parts) if isinstance(part, Tensor) and part.requires_grad]
             loss, *moved = _StepEnd.apply(self, loss, *(parts[k] for k in moving))  # type: ignore[no-untyped-call]
             for k, part in zip(moving, moved, strict=True):
                 parts[k] = part
