@@ -568,7 +568,7 @@ class CandidatePool:
         if not chunked:
             return reruns
         places = {node.name: k for k, node in enumerate(self.graph.nodes)}
-        return tuple(sorted((*reruns, *chunked), key=lambda rerun: places[rerun.first]))
+        return tuple(sorted({*reruns, *chunked}, key=lambda rerun: places[rerun.first]))
 
     @cached_property
     def blocks(self) -> tuple[Span, ...]:
