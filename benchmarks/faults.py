@@ -5,9 +5,9 @@ python benchmarks/faults.py [--kills 48] [--soak 600] [--seed 0]
 The whole benchmark, some three hours on two cores: --kills 288 (96 of each change of the world) --soak 5000.
 
 A run of two processes trains a small model by a plan for three devices, with a checkpoint every second step, or, in
-every second run, every sixteenth and in memory. One of its processes, chosen at random, is killed: at any moment (while it
-starts, plans, trains), or while it saves, loads (a run that was killed before), takes other shares, or compiles. When
-all have ended, the run goes on in a world of as many processes, one fewer, or one more. Told are
+every second run, every sixteenth and in memory. One of its processes, chosen at random, is killed: at any moment (while
+it starts, plans, trains), or while it saves, loads (a run that was killed before), takes other shares, or compiles.
+When all have ended, the run goes on in a world of as many processes, one fewer, or one more. Told are
 
     went_on            runs that came to their last step
     same_losses        of these, those whose losses are one device's (1e-5 in float32)

@@ -75,14 +75,21 @@ def processes_in(folder: Path) -> list[tuple[int, float]]:
     return [(int(row[0]), float(row[1])) for row in rows if len(row) == 2]
 
 
-def wait_for_steps(folder: Path, beyond: int, most_s: float) -> bool:
+def wait_for_steps(folder: Path, since: float, most_s: float) -> float | None:
+    """Since when processes run that all started after this, once they have done a step that none had before."""
     until = time.monotonic() + most_s
     while time.monotonic() < until:
+        running = min((began for _, began in processes_in(folder)), default=0.0)
         rows = steps_in(folder)
-        if rows and rows[-1][0] > beyond:
-            return True
+        if running > since and next_step(rows, running) is not None:
+            return running
         time.sleep(0.1)
-    return False
+    return None
+
+
+def next_step(rows: list[tuple[int, float]], running: float) -> float | None:
+    last = max((step for step, when in rows if when <= running), default=0)
+    return min((when for step, when in rows if when > running and step > last), default=None)
 
 
 def told(rows: list[tuple[int, float]], kills: list[tuple[float, float]]) -> dict[str, Any]:
@@ -91,9 +98,7 @@ def told(rows: list[tuple[int, float]], kills: list[tuple[float, float]]) -> dic
     step_s = statistics.median(within)
     lost, started = [], []
     for at, running in kills:
-        last = max((step for step, when in rows if when <= at), default=0)
-        then = min((when for step, when in rows if when > at and step > last), default=None)
-        if then is not None:
+        if (then := next_step(rows, running)) is not None:
             lost.append(round(then - at - step_s, 2))
             started.append(round(running - at, 2))
     possible = (rows[-1][1] - rows[0][1]) / step_s + 1
@@ -128,17 +133,18 @@ def measured(minutes: float, every_s: float, processes: int, step_s: float, seed
                 stderr=output,
             )
         try:
-            if not wait_for_steps(folder, 0, 300):
+            if wait_for_steps(folder, 0.0, 300) is None:
                 raise RuntimeError(f"no step in five minutes:\n{(folder / 'output').read_text()[-3000:]}")
             began = time.monotonic()
             while time.monotonic() - began < 60 * minutes - every_s / 2:
-                time.sleep(every_s)
+                time.sleep(max(every_s - (time.time() - kills[-1][0] if kills else 0.0), 1.0))
                 last, victim = steps_in(folder)[-1][0], dice.choice(processes_in(folder))[0]
                 os.kill(victim, signal.SIGKILL)
                 at = time.time()
-                if not wait_for_steps(folder, last, 300):
+                running = wait_for_steps(folder, at, 300)
+                if running is None:
                     raise RuntimeError(f"did not go on:\n{(folder / 'output').read_text()[-3000:]}")
-                kills.append((at, max(since for _, since in processes_in(folder))))
+                kills.append((at, running))
                 print(f"killed {victim} at step {last}, on after {time.time() - at:.1f} s", flush=True)
             (folder / STOP).touch()
             code = run.wait(120)

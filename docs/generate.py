@@ -639,9 +639,9 @@ def _goodput(data: dict[str, Any]) -> list[str]:
         "## Goodput\n",
         _from(data),
         f"{data['steps']:,} steps of {1e3 * data['step_s']:.0f} ms in {data['seconds'] / 60:.1f} minutes with "
-        f"{data['kills']} kills, of which {data['went_on']} were gone on from: {data['goodput']:.1%} of what there would "
-        f"have been without. A kill cost {statistics.median(lost):.1f} s, of which {statistics.median(starts):.1f} s until "
-        "new processes had started and imported (medians).\n",
+        f"{data['kills']} kills, of which {data['went_on']} were gone on from: {data['goodput']:.1%} of what there "
+        f"would have been without. A kill cost {statistics.median(lost):.1f} s, of which "
+        f"{statistics.median(starts):.1f} s until new processes had started and imported (medians).\n",
     ]
 
 
