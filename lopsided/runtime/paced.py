@@ -101,7 +101,7 @@ class Paced:
         found = from_first(lambda: self._made(ordered), self._side, pm.world.ranks[0])
         if not json.loads(found):
             return False
-        plan = parse_plan(json.loads(found))
+        plan = parse_plan(json.loads(found), namespaces=pm.plan.graph.namespaces)
         before = pm.plan
         took = bytes_to_move(pm, plan)
         take_shares(pm, plan)
