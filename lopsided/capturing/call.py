@@ -76,7 +76,7 @@ def _refuse_hidden(name: str, value: object) -> None:
         kind = type(value).__name__
         register = "torch.export.register_dataclass" if dataclasses.is_dataclass(value) else "torch.utils._pytree"
         raise CaptureError(
-            f"{name} in the batch is a {kind} with tensors in it, which would be those of the first batch in every step",
+            f"{name} in the batch is a {kind} with tensors in it, which would be those of the first batch for ever",
             do=f"give its tensors in tuples, dicts or named tuples, or register the class ({register})",
         )
 

@@ -44,7 +44,7 @@ from lopsided.capturing.call import (
 from lopsided.capturing.diagnosis import explain, refuse_calls, refuse_modules
 from lopsided.capturing.eager_check import check_against_eager, fewer_rows
 from lopsided.capturing.export import assignments, export_flat
-from lopsided.capturing.reads import Reading, Reads, Stored
+from lopsided.capturing.reads import LeftTensor, Reading, Reads
 from lopsided.capturing.saved_tensors import record_saved
 from lopsided.capturing.selections import fix_sizes, sizes_agree
 from lopsided.capturing.tracer import Tracer, numbered
@@ -93,7 +93,7 @@ class Captured:
     has_loss: bool  # or else the sum of what is returned stands for one
     reads: Reads
     traced: Graph  # with everything that forward does, also what nothing needs
-    stored: tuple[Stored, ...] = ()  # what it leaves in attributes
+    stored: tuple[LeftTensor, ...] = ()  # what it leaves in attributes
 
 
 def capture_call(
@@ -152,7 +152,8 @@ def _traced(model: nn.Module, batch: object, loss_fn: LossFn | None, *, needs_lo
     if left_out:
         returned = _without(returned, left_out)
     reading = wrapped.reading
-    return Captured(graph, graph, returned, wrapped.has_loss, reading.reads, graph, tuple(reading.stored))
+    reads = reading.reads(exported.constants.values())
+    return Captured(graph, graph, returned, wrapped.has_loss, reads, graph, tuple(reading.stored))
 
 
 def _without(returned: Returned, left_out: Collection[int]) -> Returned:

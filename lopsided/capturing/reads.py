@@ -9,7 +9,7 @@ compares with what it is now.
     configurations, functions              which one it is
     forward hooks                          which there are
 
-Attributes in which forward leaves tensors for others are `Stored`.
+Attributes in which forward leaves tensors for others are `LeftTensor`s.
 
 Refused are numbers that forward itself counts on, and random numbers of Python's or numpy's, which would be drawn once
 and for all.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -42,7 +42,7 @@ _MOST = 200  # entries of a configuration that are worth watching
 _DEEPEST = 3  # that a configuration is looked through
 
 
-class Holder(Protocol):
+class HasValues(Protocol):
     """Whatever has values by name: attributes of an object, variables of a script."""
 
     def get(self, key: Any, default: object, /) -> object: ...
@@ -64,7 +64,7 @@ class OfModule:
 class _OfEntry:
     """The entries of a dict, wherever that is by now: export puts copies of dicts in their place."""
 
-    def __init__(self, holder: Holder, key: Any) -> None:
+    def __init__(self, holder: HasValues, key: Any) -> None:
         self._holder, self._key = holder, key
         self.place = _place(holder, key)
 
@@ -73,7 +73,7 @@ class _OfEntry:
         return entries.get(key, default) if isinstance(entries, dict) else default
 
 
-def _place(holder: Holder, key: Any) -> tuple[Any, Any]:
+def _place(holder: HasValues, key: Any) -> tuple[Any, Any]:
     return getattr(holder, "place", None) or id(getattr(holder, "thing", holder)), key
 
 
@@ -86,16 +86,16 @@ class _SeenTensor:
     """A tensor as it was when it became a constant of the graph."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, _version(tensor)
+        self.tensor, self._version = tensor, _version(tensor)
 
     def is_still(self, now: object) -> bool:
-        return now is self._tensor and _version(self._tensor) == self._version
+        return now is self.tensor and _version(self.tensor) == self._version
 
     def told(self, now: object) -> str:
-        return "another" if now is not self._tensor else "written to"
+        return "another" if now is not self.tensor else "written to"
 
     def __repr__(self) -> str:
-        return f"a tensor {list(self._tensor.shape)}"
+        return f"a tensor {list(self.tensor.shape)}"
 
 
 class _SeenThing:
@@ -139,7 +139,7 @@ _MISSING = _Nothing()
 
 @dataclass(frozen=True)
 class Read:
-    holder: Holder
+    holder: HasValues
     key: Any
     name: str
     value: object
@@ -152,6 +152,12 @@ class Read:
         if isinstance(self.value, _Seen):
             return self.value.is_still(now)
         return now is self.value or (_is_plain(now) and now == self.value)
+
+    def is_used(self, constants: Collection[int]) -> bool:
+        """Whether the graph depends on it, whose constants have these ids."""
+        if isinstance(self.value, _SeenTensor):
+            return id(self.value.tensor) in constants
+        return not isinstance(self.value, _SeenThing) or self.holds()
 
     def told(self) -> str:
         """What it was and what it is."""
@@ -202,7 +208,7 @@ class Reads:
 
 
 @dataclass(frozen=True)
-class Stored:
+class LeftTensor:
     """An attribute in which forward leaves a tensor."""
 
     module: nn.Module
@@ -254,15 +260,18 @@ class Reading:
         self.names: dict[int, str] = {}  # of the modules that are watched
         self._before: dict[int, dict[str, Any]] = {}  # their attributes
         self._modules: list[nn.Module] = []
-        self.stored: list[Stored] = []
+        self.stored: list[LeftTensor] = []
 
-    @property
-    def reads(self) -> Reads:
-        """Without the objects that each call, or export, puts in the place of others: they are never the same again."""
-        found = self._found.values()
-        return Reads(tuple(read for read in found if not isinstance(read.value, _SeenThing) or read.holds()))
+    def reads(self, constants: Iterable[object]) -> Reads:
+        """What the graph depends on, whose constants are given.
 
-    def note(self, holder: Holder, key: Any, name: str, *, of: Sequence[str] | None = None, depth: int = 0) -> bool:
+        Without tensors that were looked at alone, and without objects that each call, or export, puts in the place of
+        others: they are never the same again.
+        """
+        used = {id(constant) for constant in constants}
+        return Reads(tuple(read for read in self._found.values() if read.is_used(used)))
+
+    def note(self, holder: HasValues, key: Any, name: str, *, of: Sequence[str] | None = None, depth: int = 0) -> bool:
         """What `holder` has under this key; of a configuration its entries, or those that `of` names. Whether that is
         anything to watch."""
         place = _place(holder, key)
@@ -287,14 +296,15 @@ class Reading:
         return self._note_inner(inner, named, name, of, depth)
 
     def _note_inner(
-        self, holder: Holder, inner: Mapping[Any, Any], name: str, of: Sequence[str] | None, depth: int
+        self, holder: HasValues, inner: Mapping[Any, Any], name: str, of: Sequence[str] | None, depth: int
     ) -> bool:
         """Whatever is in a configuration may be read later."""
         if len(inner) > _MOST:
             return False
         inside = "{}[{!r}]" if isinstance(holder, _OfEntry) else "{}.{}"
         watched = [key for key, part in inner.items() if _is_plain(part) or isinstance(part, dict)]
-        return any([self.note(holder, key, inside.format(name, key), of=of, depth=depth + 1) for key in watched])
+        noted = [self.note(holder, key, inside.format(name, key), of=of, depth=depth + 1) for key in watched]
+        return any(noted)
 
     def watch(self, module: nn.Module, name: str) -> None:
         """From now on, note what is read of this module."""
@@ -342,7 +352,7 @@ class Reading:
         self._refuse_counters()
         self.stored = [one for module in self._modules for one in self._stored_in(module)]
 
-    def _stored_in(self, module: nn.Module) -> Iterator[Stored]:
+    def _stored_in(self, module: nn.Module) -> Iterator[LeftTensor]:
         """Attributes in which forward leaves tensors with a gradient, for a loss outside of it or for the next step."""
         own, before = vars(module), self._before[id(module)]
         for key, held in own.items():
@@ -355,7 +365,7 @@ class Reading:
                     f"forward reads {name} and leaves tensors with a gradient there, which a captured graph would not",
                     do="return them and let the loss use them, or pass what goes from step to step as an input",
                 )
-            yield Stored(module, key, name)
+            yield LeftTensor(module, key, name)
 
     def _refuse_counters(self) -> None:
         for read in self._found.values():

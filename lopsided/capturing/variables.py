@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lopsided.capturing.reads import Holder, Reading
+from lopsided.capturing.reads import HasValues, Reading
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (_OURS, *(str(Path(of).parent) + os.sep for of in (os.__file__, torch.__file__)), "<frozen")
@@ -55,8 +55,15 @@ class Variables:
 
     def _module(self, module: nn.Module) -> None:
         self._function(type(module).forward, type(module))
-        if (own := vars(module).get("forward")) is not None:
-            self._called(own, "forward")
+        own = vars(module)
+        if "forward" in own:
+            self._called(own["forward"], "forward")
+        forward = type(module).forward
+        for key in _names_in(forward) if isinstance(forward, types.FunctionType) else ():
+            held = own.get(key)
+            for function in held if isinstance(held, tuple | list) else (held,):
+                if isinstance(function, types.FunctionType | types.MethodType | functools.partial):
+                    self._called(function, key)
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             self._called(hook, "a forward hook")
 
@@ -72,7 +79,7 @@ class Variables:
             self._attributes(thing.__self__, thing.__func__, name)
         elif isinstance(thing, types.FunctionType):
             self._function(thing)
-        elif isinstance(call := getattr(type(thing), "__call__", None), types.FunctionType):
+        elif isinstance(call := vars(type(thing)).get("__call__"), types.FunctionType):
             self._function(call, type(thing))
             self._attributes(thing, call, name)
 
@@ -115,7 +122,7 @@ class Variables:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._variable(_OfCell(cell), name, name, names)
 
-    def _variable(self, holder: Holder, key: str, name: str, names: Sequence[str]) -> None:
+    def _variable(self, holder: HasValues, key: str, name: str, names: Sequence[str]) -> None:
         value = holder.get(key, _MISSING)
         if isinstance(value, types.ModuleType | type):
             if not _is_file_installed(_file_of(value)):

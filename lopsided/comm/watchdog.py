@@ -419,13 +419,13 @@ class Watchdog:
                 # Without another exchange: who makes another call may wait elsewhere.
                 self._refuse_calls({rank: _unpacked(row) for rank, row in zip(self.world.ranks, heard, strict=True)})
             told = self._facts_of_all(facts, self._asks)
-            error = self._difference(told)
-            self._fail(Failure(_odd_one(told), error.what), self._asks)
+            difference = self._difference(told)
+            self._fail(Failure(_odd_one(told), difference.what), self._asks)
         except RuntimeError as error:
             raise self.explain(error, what) from error
         finally:
             self.left()
-        raise error
+        raise difference
 
     def _look_at_handshake(self) -> None:
         """The others may have refused a step that this rank has begun: its main thread waits for them in vain."""

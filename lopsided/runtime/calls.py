@@ -136,9 +136,7 @@ class CallForm:
         leaves, spec = named_leaves(batch)
         changed = {name: value.item() for name, value in leaves.items() if isinstance(value, np.generic)}
         numbers = [name for name in self.varying if isinstance(changed.get(name, leaves.get(name)), float)]
-        changed |= {
-            name: torch.tensor(changed.get(name, leaves[name]), dtype=torch.float64) for name in numbers
-        }
+        changed |= {name: torch.tensor(changed.get(name, leaves[name]), dtype=torch.float64) for name in numbers}
         if changed:
             leaves |= changed
             batch = Arguments(*pytree.tree_unflatten(list(leaves.values()), spec))

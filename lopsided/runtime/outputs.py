@@ -180,8 +180,8 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         raise TrainingError(
-            "a loss outside of the model needs the gradient of an output that the loss of the model does not depend on, "
-            "so it was not planned",
+            "a loss outside of the model needs the gradient of an output that the loss of the model does not "
+            "depend on, so it was not planned",
             do="say what is minimised: parallelize(..., loss_fn=lambda output, batch: output.loss + 0.1 * output.aux)",
         )
 

@@ -307,6 +307,16 @@ class Parallel(nn.Module):
             name.startswith("_") or hasattr(type(self), name) or any(name in names for names in own)
         )
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Pieces, as `state_dict()` gives them, or whole tensors, of which this rank takes its pieces."""
+        pieces = {name: piece for piece in self.pieces.values() for name in (piece.name, *piece.also)}
+        mine = dict(state_dict)
+        for name in pieces.keys() & mine.keys():
+            piece, tensor = pieces[name], mine[name]
+            if isinstance(tensor, Tensor) and tuple(tensor.shape) == piece.shape != piece.local_shape:
+                mine[name] = piece.take(tensor)
+        return super().load_state_dict(mine, *args, **kwargs)
+
     @property
     def has_loss(self) -> bool:
         """Whether the model or `loss_fn` makes the loss; if not, the script does, of outputs."""
