@@ -15,10 +15,12 @@ import typer
 from rich.markup import escape
 
 from lopsided import interrupts
+from lopsided.calibration.memory_seen import with_memory_seen
 from lopsided.calibration.run_record import Run, load_run
 from lopsided.cli.terminal import (
     AsJson,
     Batch,
+    Force,
     Model,
     PlanFile,
     Verbose,
@@ -88,21 +90,27 @@ def plan_command(
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="A plan of the same model, or a run that was recorded: the answer is never predicted slower. Can be "
-            "repeated.",
+            help="A plan of the same model, or a run that was recorded: the answer is never predicted slower. After a "
+            "run that ended out of memory, less of that device's memory is filled. Can be repeated.",
         ),
     ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
+    force: Force = False,
     full: Annotated[bool, typer.Option("--full", help="Every step, nothing folded or shortened.")] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Plan the fastest training of a model on a cluster: what is cut how, and who does how much."""
     if output:
-        check_writable(output, PLAN_FILE)
+        check_writable(output, PLAN_FILE, force=force)
     on = _cluster_option(cluster)
     optimizer_named(optimizer)
     check_dtype(dtype)
+    before = [_plan_or_run(file) for file in known or ()]
+    runs = [one for one in before if isinstance(one, Run)]
+    on = with_memory_seen(on, runs)
+    # A plan that failed is none that an answer may come to.
+    plans = [one.plan if isinstance(one, Run) else one for one in before if one not in runs or not one.out_of_memory]
     without = sorted(additions_named(name.strip() for name in ablate.split(",") if name.strip()))
     if not time_limit >= 0:
         raise InputError(f"a time limit of {time_limit:g} s", where="--time-limit", do="give seconds, 0 or more")
@@ -120,7 +128,7 @@ def plan_command(
             pins=pin or (),
             segments=segment or (),
             without=without,
-            known=[_plan_or_run(file) for file in known or ()],
+            known=plans,
             progress=lambda progress: tell(progress_text(progress)),
         )
     unwritten = None
@@ -142,12 +150,12 @@ def plan_command(
         raise typer.Exit(interrupts.STATUS)
 
 
-def _plan_or_run(file: str) -> Plan:
+def _plan_or_run(file: str) -> Plan | Run:
     try:
         return load_plan(file)
     except PlanError as error:
         try:
-            return load_run(file).plan
+            return load_run(file, failed=True)
         except RunError:
             raise error from None
 
@@ -251,20 +259,21 @@ def _print_plan(plan: Plan, name: str, *, full: bool) -> None:
 
 
 RunFile = Annotated[str, typer.Option("--run", help="A run of the plan, to show what was measured.")]
-_REPORT = FileKind(PlanError, "report", "")
-_TRACE = FileKind(PlanError, "trace", "")
+_REPORT = FileKind(PlanError, "report", "", known_by=b'name="generator" content="lopsided"')
+_TRACE = FileKind(PlanError, "trace", "", known_by=b'^{"displayTimeUnit"')
 
 
 def report_command(
     file: PlanFile,
     run: RunFile = "",
     output: Annotated[str, typer.Option("-o", "--output", help="The page that is written.")] = "report.html",
+    force: Force = False,
     title: Annotated[str, typer.Option(help="What the page is called: the model, as a rule.")] = "",
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Draw a plan, and a run of it, as one page that opens in any browser and needs no network."""
-    check_writable(output, _REPORT)
+    check_writable(output, _REPORT, force=force)
     plan, measured = _loaded(file, run)
     page = report_html(plan, measured, title=title or (measured.model if measured else Path(file).stem))
     write_text(output, page, _REPORT)
@@ -275,11 +284,12 @@ def trace_command(
     file: PlanFile,
     run: RunFile = "",
     output: Annotated[str, typer.Option("-o", "--output", help="The trace that is written.")] = "trace.json",
+    force: Force = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Write the predicted step of a plan, and the measured one of a run, as a trace for ui.perfetto.dev."""
-    check_writable(output, _TRACE)
+    check_writable(output, _TRACE, force=force)
     text = trace_text(*_loaded(file, run))
     write_text(output, text, _TRACE)
     say_written(output, len(text.encode()), as_json)

@@ -17,7 +17,7 @@ from lopsided.ir.program import Program
 from lopsided.schedule.cost import Costs
 from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import PricedStep, price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun, Schedule
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, OnHost, Rerun, Schedule
 
 INTERRUPTED = "interrupted"
 """How the note begins that says so."""
@@ -86,6 +86,7 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES  # of gradients and gathered parameters that are sent at a time
     stretch: int = 0  # at most so many nodes run as one compiled function
     reruns: tuple[Rerun, ...] = ()  # regions that run again in the backward pass in place of keeping what they save
+    on_host: tuple[OnHost, ...] = ()  # optimizer state in the memory of the host, by kind of device
 
     @property
     def graph(self) -> Graph:
@@ -99,7 +100,13 @@ class Plan:
     @property
     def decisions(self) -> Decisions:
         """What is chosen beside the program and the shares."""
-        return Decisions(self.bucket_bytes, regather=self.regather, stretch=self.stretch, reruns=self.reruns)
+        return Decisions(
+            self.bucket_bytes,
+            regather=self.regather,
+            stretch=self.stretch,
+            reruns=self.reruns,
+            on_host=self.on_host,
+        )
 
     @cached_property
     def kind_numbers(self) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, OnHost, Rerun
 from lopsided.schedule.timeline import Timeline, run
 
 ABOUT = {
@@ -209,7 +209,7 @@ def _planned(task: _Task, cluster: Cluster, most: int = 1) -> tuple[Plan, ...]:
         if in_segments is not None:
             PartSearch(pool.within(in_segments, task.limits(in_segments)), cluster).improve()
         for candidate in pool.leaders():
-            for finish in (pool.partly_stored_cut, pool.segmented, pool.rebucketed, pool.settled):
+            for finish in (pool.partly_stored_cut, pool.segmented, pool.rebucketed, pool.rechunked, pool.settled):
                 if pool.limits.left_s:
                     finish(pool.of_part[candidate.on.fingerprint])
         each_is_worth = worth(pool, cluster) if pool.limits.left_s else ({}, {})
@@ -353,7 +353,7 @@ def _judge_known(pool: CandidatePool, known: Plan, cluster: Cluster) -> None:
         )
     program = parse_program(str(known.program), pool.graph)
     about = ("known", on, program, known.shares, known.regather)
-    pool.judge(*about, bucket_bytes=known.bucket_bytes, reruns=known.reruns)
+    pool.judge(*about, bucket_bytes=known.bucket_bytes, reruns=known.reruns, on_host=known.on_host)
 
 
 def _as_it_is(task: _Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan:
@@ -362,7 +362,7 @@ def _as_it_is(task: _Task, found: Plan, belief: Belief, cluster: Cluster) -> Pla
     What each device is worth was believed only, and is left away.
     """
     on = belief.as_it_is(found.on)
-    how = (task.optimizer, found.regather, found.bucket_bytes, found.reruns)
+    how = (task.optimizer, found.regather, found.bucket_bytes, found.reruns, found.on_host)
     step_s, breakdown, memory = predict(found.program, found.shares, on, *how)
     left_out = ", ".join(name for name in ADDITIONS if name in task.without)
     return replace(
@@ -391,11 +391,12 @@ def predict(
     regather: bool,
     bucket_bytes: int = BUCKET_BYTES,
     reruns: tuple[Rerun, ...] = (),
+    on_host: tuple[OnHost, ...] = (),
 ) -> tuple[float, Breakdown, tuple[int, ...]]:
     """Seconds of a step of any program with any shares, where they go, and bytes on every device."""
     kept = optimizer_named(optimizer)
     costs, scale = Costs(program.graph, on, kept), Scale(on, shares)
-    schedule = lower(program, Decisions(bucket_bytes, regather=regather, reruns=reruns))
+    schedule = lower(program, Decisions(bucket_bytes, regather=regather, reruns=reruns, on_host=on_host))
     timeline = run(price(schedule, costs), costs.network, scale)
     held = holdings(schedule, kept, devices=on.devices)
     return timeline.step_s, breakdown_of(timeline), _every_device(on, bytes_per_kind(held, scale))
@@ -453,6 +454,7 @@ def _answer(
         planning_s=seconds,
         bucket_bytes=best.bucket_bytes,
         reruns=best.reruns,
+        on_host=best.on_host,
     )
 
 

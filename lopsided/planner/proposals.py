@@ -6,7 +6,7 @@ best; each of its methods is one way to make some:
     classics         the strategies everyone knows, with the shares everyone gives them
     plain_balanced   data parallelism and ZeRO with the best shares for them
     balanced         a given program with the best shares for it
-    partly_stored_cut, segmented, rebucketed, settled      what else may be made of a good one
+    partly_stored_cut, segmented, rebucketed, rechunked, settled     what else may be made of a good one
 
 `part_search` makes others, by searching.
 """
@@ -29,7 +29,7 @@ from lopsided.ir.graph import Graph, Node
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Shares
 from lopsided.ir.program import Program, RuleBook, Step, one_device
-from lopsided.planner.ablation import OVERLAP, SEGMENTS, STATE_SHARES
+from lopsided.planner.ablation import CHUNKS, OVERLAP, SEGMENTS, STATE_SHARES
 from lopsided.planner.balance import balance
 from lopsided.planner.baselines import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
 from lopsided.planner.candidates import (
@@ -46,16 +46,19 @@ from lopsided.planner.candidates import (
     stored_in,
 )
 from lopsided.planner.estimate import StepEstimate
-from lopsided.planner.recompute import Recomputation, Span, blocks_of, on_every_kind
+from lopsided.planner.host_state import StateOnHost, on_every_host
+from lopsided.planner.recompute import Recomputation, Span, blocks_of, everything, on_every_kind
 from lopsided.planner.search import ChoiceSpace, Conversions, Found, Progress, search
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, RulePrices, Saves, SharePrices
 from lopsided.planner.segments import found_segments
 from lopsided.schedule.cost import Calls, Costs, Optimizer, Scale
 from lopsided.schedule.critical_path import FoldedStep
+from lopsided.schedule.host_state import host_bytes_per_kind, host_excess
+from lopsided.schedule.loss_heads import LossHead, chunks_of, loss_heads
 from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.memory import Holding, bytes_per_kind, check_fits, holdings
 from lopsided.schedule.pricing import PricedStep, price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun, Schedule
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, OnHost, Rerun, Schedule
 from lopsided.schedule.timeline import run
 
 _PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut
@@ -102,6 +105,7 @@ class CandidatePool:
         self.of_part: dict[str, Candidate] = {}  # the best on these devices, by their fingerprint
         self.learned: dict[str, Learned] = {}  # what searches found out about these devices
         self.tried: list[Candidate] = []  # until one fits
+        self.short_of_host: DoesNotFitError | None = None  # what had too little memory in a host
         self.too_small: list[Cluster] = []  # on which no program was found to fit
         self.leanest: list[tuple[Holding, ...]] = []  # what programs hold where only memory counts
         self.started = time.perf_counter()
@@ -114,9 +118,9 @@ class CandidatePool:
         self._calls = Calls(graph)
         self._costs: dict[str, Costs] = {}
         self._by_speed: dict[str, Shares] = {}
-        self._laid: dict[tuple[str, int, bool, int, tuple[Rerun, ...]], LoweredCandidate] = {}
-        self._lowered: dict[tuple[int, bool, int, tuple[Rerun, ...]], Schedule] = {}
-        self._held: dict[tuple[int, bool, int, tuple[Rerun, ...], int], tuple[Program, tuple[Holding, ...]]] = {}
+        self._laid: dict[tuple[str, int, bool, int, _Kept], LoweredCandidate] = {}
+        self._lowered: dict[tuple[int, bool, int, _Kept], Schedule] = {}
+        self._held: dict[tuple[int, bool, int, _Kept, int], tuple[Program, tuple[Holding, ...]]] = {}
         self._found: list[Program] = []  # the last few
         self._working: dict[str, np.ndarray] = {}
         self._saved: Saves = {}
@@ -133,13 +137,15 @@ class CandidatePool:
             raise DoesNotFitError("no program that keeps the pins was found", do="pin less")
         # Of those that use most devices, the one that comes nearest tells best what is missing.
         nearest = min(self.tried, key=lambda candidate: (-candidate.on.devices, excess(candidate)))
-        how = (nearest.regather, nearest.bucket_bytes, nearest.reruns)
+        how = (nearest.regather, nearest.bucket_bytes, nearest.reruns, nearest.on_host)
         held = self.laid_out(nearest.on, nearest.program, *how).held
         ways = ["its parameters cut and gathered for use"] if any(h.use == "gathered" for h in held) else []
         ways += ["what can be made again not kept"] if nearest.reruns else []
+        ways += ["optimizer state in host memory"] if nearest.on_host else []
         even = f"even with {' and '.join(ways)}, " if ways else ""
         what = f"no program was found that fits: {even}the one that comes nearest"
-        check_fits(held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on), what=what)
+        about = (held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on))
+        check_fits(*about, what=what, host=self.short_of_host)
         return nearest
 
     # Judging
@@ -161,14 +167,34 @@ class CandidatePool:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         reruns: tuple[Rerun, ...] = (),
+        on_host: tuple[OnHost, ...] = (),
     ) -> Candidate:
         """The candidate that a pair is; the best that fits is kept."""
-        laid, scale = self.laid_out(on, program, regather, bucket_bytes, reruns), Scale(on, shares)
+        laid, scale = self.laid_out(on, program, regather, bucket_bytes, reruns, on_host), Scale(on, shares)
         timeline = run(laid.priced, self.costs(on).network, scale)
         memory = bytes_per_kind(laid.held, scale)
         fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
+        too_much: DoesNotFitError | None = None
+        if on_host:
+            too_much = host_excess(on, host_bytes_per_kind(laid.priced.schedule, self.optimizer, scale))
+            fits = fits and too_much is None
+            self.short_of_host = self.short_of_host or too_much
         sort = (on.devices, laid.stored)
-        about = (name, on, program, shares, regather, timeline, memory, fits, sort, found, bucket_bytes, reruns)
+        about = (
+            name,
+            on,
+            program,
+            shares,
+            regather,
+            timeline,
+            memory,
+            fits,
+            sort,
+            found,
+            bucket_bytes,
+            reruns,
+            on_host,
+        )
         candidate = Candidate(*about)
         may_be_chosen = on.devices >= self.fewest_devices and self.limits.respected_by(program)
         if candidate.beats(self.best) and may_be_chosen:
@@ -177,12 +203,18 @@ class CandidatePool:
             self.of_sort[sort] = candidate
         if may_be_chosen and candidate.beats(self.of_part.get(on.fingerprint)):
             self.of_part[on.fingerprint] = candidate
-        if self.best is None and may_be_chosen:
+        if self.best is None and may_be_chosen and too_much is None:
             self.tried.append(candidate)
         return candidate
 
     def laid_out(
-        self, on: Cluster, program: Program, regather: bool, bucket_bytes: int, reruns: tuple[Rerun, ...] = ()
+        self,
+        on: Cluster,
+        program: Program,
+        regather: bool,
+        bucket_bytes: int,
+        reruns: tuple[Rerun, ...] = (),
+        on_host: tuple[OnHost, ...] = (),
     ) -> LoweredCandidate:
         """What does not depend on shares. The last few are remembered: each is judged with several."""
         # The step that works with most is that of the device with the largest share. About how many of them there are
@@ -191,32 +223,36 @@ class CandidatePool:
         fewest = sum(kind.devices * speed for kind, speed in zip(on.kinds, speeds, strict=True)) / max(speeds)
         fewest = _about(max(round(fewest), 1))
         # Neither depends on the cluster, so parts of it share them.
-        schedule = self._lower(program, regather, bucket_bytes, reruns)
+        kept = (reruns, on_host)
+        schedule = self._lower(program, regather, bucket_bytes, kept)
         held = _remembered(
             self._held,
-            (id(program), regather, bucket_bytes, reruns, fewest),
+            (id(program), regather, bucket_bytes, kept, fewest),
             lambda: (program, holdings(schedule, self.optimizer, devices=fewest)),
         )[1]
         return _remembered(
             self._laid,
-            (on.fingerprint, id(program), regather, bucket_bytes, reruns),
+            (on.fingerprint, id(program), regather, bucket_bytes, kept),
             lambda: LoweredCandidate(program, self._price(on, schedule), held, stored_in(program)),
         )
 
-    def _lower(self, program: Program, regather: bool, bucket_bytes: int, reruns: tuple[Rerun, ...]) -> Schedule:
+    def _lower(self, program: Program, regather: bool, bucket_bytes: int, kept: _Kept) -> Schedule:
         """A program is lowered once, and its buckets are filled anew for every size of them."""
 
         def make() -> Schedule:
             if bucket_bytes != BUCKET_BYTES:
-                return rebucketed(self._lower(program, regather, BUCKET_BYTES, reruns), bucket_bytes)
-            return lower(program, Decisions(regather=regather, overlap=OVERLAP not in self.without, reruns=reruns))
+                return rebucketed(self._lower(program, regather, BUCKET_BYTES, kept), bucket_bytes)
+            reruns, on_host = kept
+            overlap = OVERLAP not in self.without
+            return lower(program, Decisions(regather=regather, overlap=overlap, reruns=reruns, on_host=on_host))
 
-        return _remembered(self._lowered, (id(program), regather, bucket_bytes, reruns), make)
+        return _remembered(self._lowered, (id(program), regather, bucket_bytes, kept), make)
 
     def _price(self, on: Cluster, schedule: Schedule) -> PricedStep:
         """What is computed costs the same with all sizes of buckets."""
         decisions = schedule.decisions
-        key = (on.fingerprint, id(schedule.program), decisions.regather, BUCKET_BYTES, decisions.reruns)
+        kept = (decisions.reruns, decisions.on_host)
+        key = (on.fingerprint, id(schedule.program), decisions.regather, BUCKET_BYTES, kept)
         if key in self._laid:
             return PricedStep(schedule, self._laid[key].priced.computed)
         return price(schedule, self.costs(on))
@@ -382,15 +418,17 @@ class CandidatePool:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         reruns: tuple[Rerun, ...] = (),
+        on_host: tuple[OnHost, ...] = (),
         polish: bool = False,
     ) -> Candidate | None:
         """The program with the best shares for it; None if none fit in memory. Polished, whole units fit better."""
         if len(on.kinds) == 1 and not any(name != STATE for name, _ in reference.named):
             # Devices alike have equal shares.
             equal = self.equal(on)
-            made = self.judge(name, on, program, equal, regather, found, bucket_bytes=bucket_bytes, reruns=reruns)
+            about = (name, on, program, equal, regather, found)
+            made = self.judge(*about, bucket_bytes=bucket_bytes, reruns=reruns, on_host=on_host)
             return made if made.fits else None
-        network, laid = self.costs(on).network, self.laid_out(on, program, regather, bucket_bytes, reruns)
+        network, laid = self.costs(on).network, self.laid_out(on, program, regather, bucket_bytes, reruns, on_host)
         self.balances += 1
         try:
             shares = balance(
@@ -406,10 +444,12 @@ class CandidatePool:
             ).shares
         except DoesNotFitError:
             return None
-        return self.judge(name, on, program, shares, regather, found, bucket_bytes=bucket_bytes, reruns=reruns)
+        about = (name, on, program, shares, regather, found)
+        return self.judge(*about, bucket_bytes=bucket_bytes, reruns=reruns, on_host=on_host)
 
     def made_to_fit(self, candidate: Candidate) -> Candidate | None:
-        """One that does not fit, with as much run again in the backward pass as it takes, and the best shares for that.
+        """One that does not fit, with as much run again in the backward pass, or optimizer state in host memory, as it
+        takes, and the best shares for that.
 
         None where nothing helps, or where it would not become the best of its devices: it takes no less time for that.
         """
@@ -424,18 +464,50 @@ class CandidatePool:
 
     def _recomputing(self, candidate: Candidate) -> Iterator[Candidate | None]:
         """What may come of it: more and more is freed until that is enough, also of what shares could make room for."""
+        if (chunked := self._chunked_in(candidate.program)) and chunked != candidate.reruns:
+            # A loss in chunks costs next to nothing, so that comes first.
+            candidate = self._less_kept(candidate, ((), ()))
+            yield candidate
+            yield self.again(candidate)
+            if candidate.fits:
+                return
+        schedule = self._lower(candidate.program, candidate.regather, candidate.bucket_bytes, ((), ()))
+        tried = Recomputation(self.blocks, candidate, schedule, self.costs(candidate.on))
+        yield from self._freeing(candidate, tried, None)
+        state = StateOnHost(candidate, self.optimizer)
+        if not state.kinds:
+            return
+        # Less runs again where state is in host memory. It pays where that alone does not take longer than the best.
+        best = self.of_part.get(candidate.on.fingerprint)
+        over = [
+            max(used - limit, 0.0) for used, limit in zip(candidate.memory, memory_limits(candidate.on), strict=True)
+        ]
+        least = self._less_kept(candidate, ((), state.freeing(_beyond(over, tried.cheaper_than(state.byte_s)))))
+        if best is None or least.step_s < best.step_s * _NEARLY:
+            yield from self._freeing(candidate, tried, state)
+
+    def _freeing(
+        self, candidate: Candidate, tried: Recomputation, state: StateOnHost | None
+    ) -> Iterator[Candidate | None]:
         on, limits = candidate.on, memory_limits(candidate.on)
-        schedule = self._lower(candidate.program, candidate.regather, candidate.bucket_bytes, ())
-        tried = Recomputation(self.blocks, candidate, schedule, self.costs(on))
+
+        def freeing(wanted: Sequence[float]) -> _Kept:
+            if state is None:
+                return tried.freeing(wanted), ()
+            on_host = state.freeing(_beyond(wanted, cheap))
+            return tried.freeing(_beyond(wanted, state.freed(on_host))), on_host
+
+        # What runs again for less than it takes to fetch state comes first.
+        cheap = tried.cheaper_than(state.byte_s) if state is not None else ()
         over = [max(used - limit, 0.0) for used, limit in zip(candidate.memory, limits, strict=True)]
-        seen: set[tuple[Rerun, ...]] = {()}
+        seen: set[_Kept] = {((), ())}
         wanted, made = over, candidate
         for _ in range(_MORE_FREED):
-            reruns = tried.freeing(wanted)
-            if reruns in seen:
+            kept = freeing(wanted)
+            if kept in seen:
                 break
-            seen.add(reruns)
-            made = self._with_reruns(candidate, reruns)
+            seen.add(kept)
+            made = self._less_kept(candidate, kept)
             yield self.again(made)
             if made.fits:
                 yield made
@@ -444,26 +516,51 @@ class CandidatePool:
             wanted = [w + more * _MARGIN for w, more in zip(wanted, left, strict=True)]
         if made.fits:
             for part in _PARTS[1:] if len(on.kinds) > 1 else ():
-                fewer = tried.freeing([size * part for size in wanted])
+                fewer = freeing([size * part for size in wanted])
                 if fewer not in seen:
                     seen.add(fewer)
-                    yield self.again(self._with_reruns(candidate, fewer))
+                    yield self.again(self._less_kept(candidate, fewer))
             return
         for reruns in tried.everything():
-            made = self._with_reruns(candidate, reruns)
+            made = self._less_kept(candidate, (reruns, state.everything() if state is not None else ()))
             yield made
             yield self.again(made)
             if made.fits:
                 return
 
-    def _with_reruns(self, candidate: Candidate, reruns: tuple[Rerun, ...]) -> Candidate:
+    def _less_kept(self, candidate: Candidate, kept: _Kept) -> Candidate:
+        """With this, and with losses in chunks."""
+        kept = (self._with_chunks(candidate.program, kept[0]), kept[1])
         about = (candidate.name, candidate.on, candidate.program, candidate.shares, candidate.regather, candidate.found)
-        return self.judge(*about, bucket_bytes=candidate.bucket_bytes, reruns=reruns)
+        return self.judge(*about, bucket_bytes=candidate.bucket_bytes, reruns=kept[0], on_host=kept[1])
+
+    @cached_property
+    def heads(self) -> tuple[LossHead, ...]:
+        """Losses that may run some rows at a time."""
+        return () if CHUNKS in self.without else loss_heads(self.graph)
+
+    def _chunked_in(self, program: Program) -> tuple[Rerun, ...]:
+        """The losses of a program that can run some rows at a time, by their rules."""
+        every = tuple(head.chunked() for head in self.heads)
+        found = {head.first for head, _ in chunks_of(program, Decisions(reruns=every))}
+        return tuple(rerun for rerun in every if rerun.first in found)
+
+    def _with_chunks(self, program: Program, reruns: tuple[Rerun, ...]) -> tuple[Rerun, ...]:
+        """In the order of the program."""
+        chunked = self._chunked_in(program)
+        if not chunked:
+            return reruns
+        places = {node.name: k for k, node in enumerate(self.graph.nodes)}
+        return tuple(sorted((*reruns, *chunked), key=lambda rerun: places[rerun.first]))
 
     @cached_property
     def blocks(self) -> tuple[Span, ...]:
         """What may run again together."""
-        return blocks_of(self.graph)
+        return blocks_of(self.graph, {name for head in self.heads for name in head.nodes})
+
+    def everything(self, program: Program) -> tuple[Rerun, ...]:
+        """All that may run again or in chunks, of a program."""
+        return self._with_chunks(program, everything(self.graph, self.blocks))
 
     def again(self, candidate: Candidate, program: Program | None = None, *, polish: bool = False) -> Candidate | None:
         """A candidate, or another program in its place, with the best shares."""
@@ -476,6 +573,7 @@ class CandidatePool:
             candidate.found,
             bucket_bytes=candidate.bucket_bytes,
             reruns=candidate.reruns,
+            on_host=candidate.on_host,
             polish=polish,
         )
 
@@ -516,6 +614,7 @@ class CandidatePool:
             candidate.found,
             bucket_bytes=bucket_bytes or candidate.bucket_bytes,
             reruns=candidate.reruns,
+            on_host=candidate.on_host,
         )
 
     def bucket_on(self, on: Cluster) -> int:
@@ -532,7 +631,7 @@ class CandidatePool:
         """
         if candidate.on.devices == 1 or OVERLAP in self.without:
             return candidate.bucket_bytes
-        how = (candidate.regather, candidate.bucket_bytes, candidate.reruns)
+        how = (candidate.regather, candidate.bucket_bytes, candidate.reruns, candidate.on_host)
         laid = self.laid_out(candidate.on, candidate.program, *how)
         network, scale = self.costs(candidate.on).network, Scale(candidate.on, candidate.shares)
         steps: dict[int, float] = {}
@@ -553,6 +652,23 @@ class CandidatePool:
         bucket_bytes = self.bucket_for(candidate)
         if bucket_bytes != candidate.bucket_bytes:
             self.again(self._changed(candidate, bucket_bytes=bucket_bytes))
+
+    def rechunked(self, candidate: Candidate) -> None:
+        """The same pair with more rows of a loss at a time, as long as that fits and is quicker."""
+        most = {head.first: head.rows for head in self.heads}
+        while candidate.fits:
+            reruns = tuple(
+                replace(rerun, rows=2 * rerun.rows) if 0 < rerun.rows < most.get(rerun.first, 0) else rerun
+                for rerun in candidate.reruns
+            )
+            if reruns == candidate.reruns:
+                return
+            about = (candidate.on, candidate.program, candidate.shares, candidate.regather, candidate.found)
+            how = (candidate.bucket_bytes, reruns, candidate.on_host)
+            more = self.judge(candidate.name, *about, bucket_bytes=how[0], reruns=how[1], on_host=how[2])
+            if not more.beats(candidate):
+                return
+            candidate = more
 
     def settled(self, candidate: Candidate) -> None:
         """The same pair once more, with more care for whole units."""
@@ -582,7 +698,7 @@ class CandidatePool:
     def estimate(self, candidate: Candidate, whole: Cluster | None = None) -> StepEstimate:
         """What its program would take on parts of its devices, or of a whole cluster, whose kinds are others."""
         on = whole or candidate.on
-        how = (candidate.regather, candidate.bucket_bytes, on_every_kind(candidate))
+        how = (candidate.regather, candidate.bucket_bytes, on_every_kind(candidate), on_every_host(candidate, on))
         laid = self.laid_out(on, candidate.program, *how)
         return StepEstimate(FoldedStep(laid.priced, self.costs(on).network), laid.held, on)
 
@@ -609,6 +725,10 @@ class CandidatePool:
         return self._working[key]
 
 
+_Kept = tuple[tuple[Rerun, ...], tuple[OnHost, ...]]
+"""What is not kept where it would be: what runs again, and what is in host memory."""
+
+
 def _about(count: int) -> int:
     """A number, or, of large ones, the next smaller that ends in zeros.
 
@@ -617,6 +737,10 @@ def _about(count: int) -> int:
     """
     beyond = max(count.bit_length() - _BITS, 0)
     return count >> beyond << beyond
+
+
+def _beyond(wanted: Sequence[float], freed: Sequence[float]) -> list[float]:
+    return [max(size - less, 0.0) for size, less in zip(wanted, freed, strict=True)]
 
 
 def _has_room(part: Cluster, held: Sequence[Holding]) -> bool:

@@ -12,7 +12,8 @@ says, and as long as that is too much, more is freed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lopsided.ir.graph import Graph, reruns
@@ -32,12 +33,13 @@ Span = tuple[int, int]
 """The first node of a block and the one after its last, by number."""
 
 
-def blocks_of(graph: Graph) -> tuple[Span, ...]:
+def blocks_of(graph: Graph, apart: Collection[str] = ()) -> tuple[Span, ...]:
     """Stretches of nodes between places where few values with a gradient pass, each with a product in it.
 
-    Regions that the model checkpoints itself are its own matter: a block ends where one begins.
+    Regions that the model checkpoints itself are its own matter: a block ends where one begins. So it is with nodes
+    that are to stand `apart`.
     """
-    nodes, passing, own = graph.nodes, _passing(graph), reruns(graph)
+    nodes, passing, own = graph.nodes, _passing(graph), {*reruns(graph), *apart}
     parameters = {leaf.value.name for leaf in graph.parameters}
     found: list[Span] = []
     start, has_product = 0, False
@@ -137,6 +139,13 @@ class Recomputation:
             fractions = self.scale.fractions(cost.cut)
             total = [t + affine.at(f) for t, affine, f in zip(total, cost.forward, fractions, strict=True)]
         return tuple(total)
+
+    def cheaper_than(self, byte_s: Mapping[int, float]) -> tuple[float, ...]:
+        """Bytes on each kind that reruns free for less than so many seconds a byte; where none are given, all."""
+        return tuple(
+            sum(one.freed[k] for one in self.choices if one.freed[k] > 0 and one.price(k) < byte_s.get(k, math.inf))
+            for k in self.kinds
+        )
 
     def freeing(self, wanted: Sequence[float]) -> tuple[Rerun, ...]:
         """The cheapest reruns that free so many bytes on each kind, or as many as there are."""

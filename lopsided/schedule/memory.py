@@ -14,10 +14,15 @@ In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whol
     gathered copies             of parameters: all of them until the backward pass, or,
                                 regathered, the largest two at once; of a checkpointed
                                 region all, but of one region at a time                    `_gathered`
+    streamed                    optimizer state that is in host memory, while it is here for
+                                the update: of the largest slice, and nothing that is saved
+                                or at work is there any more                               `_streamed`
     waiting                     gradients of gathered parameters, whole, until a bucket of
                                 them is full                                               `_waiting`
     working                     of the largest step: operands and results that are not
                                 held anyway, and their gradients                           `_working`
+                                of a loss that runs some rows at a time, what one chunk
+                                takes, and the gradients it makes for the backward pass    `_parts_in_chunks`
 
 Recomputed and working bytes are those of the region and step that have most of both together.
 
@@ -43,9 +48,22 @@ from lopsided.ir.program import Chain, Step
 from lopsided.ops.op import Call
 from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
-from lopsided.schedule.schedule import Redistribute, Schedule
+from lopsided.schedule.host_state import slice_bytes
+from lopsided.schedule.loss_heads import VIEWS
+from lopsided.schedule.schedule import Chunked, Redistribute, Schedule
 
-USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "gathered", "waiting", "working")
+USES = (
+    "parameter",
+    "gradient",
+    "optimizer",
+    "buffer",
+    "saved",
+    "recomputed",
+    "gathered",
+    "waiting",
+    "working",
+    "streamed",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +159,18 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
     placed = dict(program.leaves)
     found: list[Holding] = []
     used = {name for node in program.graph.nodes for name in node.operands}
+    away = {update.parameter: Kinds(frozenset(update.on_host)) for update in schedule.update if update.on_host}
     for leaf in program.graph.leaves:
         held = stored(leaf, placed[leaf.value.name], optimizer)
+        if (here := away.get(leaf.value.name)) is not None:
+            held = tuple(replace(one, on=here) if one.use == "optimizer" else one for one in held)
         # What nobody uses never has a gradient, and so no state.
         found += held if leaf.value.name in used else (one for one in held if one.use not in ("gradient", "optimizer"))
     found += _gathered(schedule)
     found += _waiting(schedule)
+    found += _streamed(schedule, optimizer, 1 / devices)
     for on in _kinds_apart(schedule):
-        copies, stretches = _Copies.of_schedule(schedule), list(_stretches(schedule, on))
+        copies, stretches = _Copies.of_schedule(schedule), list(_but_chunked(schedule, _stretches(schedule, on)))
         held = (*_saved(schedule, stretches, copies), *_working(schedule, stretches, copies, placed, 1 / devices))
         found += held if on == EVERY_KIND else (replace(holding, on=on) for holding in held)
     return tuple(found)
@@ -165,7 +187,10 @@ def _kinds_apart(schedule: Schedule) -> Iterator[Kinds]:
     yield Kinds(frozenset(named))
 
 
-def _stretches(schedule: Schedule, on: Kinds | None = None) -> Iterator[tuple[str, list[Step]]]:
+_Stretch = tuple[str, list[Step]]
+
+
+def _stretches(schedule: Schedule, on: Kinds | None = None) -> Iterator[_Stretch]:
     """The nodes in the order they run, in stretches that one region recomputes, with its id, or none.
 
     On some kinds of devices, which run the same again; otherwise wherever there is a region.
@@ -179,16 +204,45 @@ def _stretches(schedule: Schedule, on: Kinds | None = None) -> Iterator[tuple[st
         yield region, list(steps)
 
 
+def _but_chunked(schedule: Schedule, stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
+    """Without the nodes that run some rows at a time: these keep nothing."""
+    for region, steps in stretches:
+        yield region, [step for step in steps if step.node.name not in schedule.chunked]
+
+
 def bytes_per_kind(held: Sequence[Holding], scale: Scale) -> tuple[int, ...]:
     """Bytes on the fullest device of each kind."""
     kinds = range(len(scale.cluster.kinds))
     saved = _added_up([h for h in held if h.use == "saved"], scale)
-    rest = _added_up([h for h in held if h.use not in ("saved", "waiting")], scale)
+    rest = _added_up([h for h in held if h.use not in ("saved", "waiting", "streamed")], scale)
+    streamed = any(h.use == "streamed" for h in held)
+    updating = _added_up([h for h in held if h.use in _AT_UPDATE], scale) if streamed else [0.0 for _ in kinds]
     # Going backward, gradients gather in a bucket and activations go. Either there is most at the start, or when the
     # bucket is full.
     waiting = [h for h in held if h.use == "waiting"]
     more = [sum(h.bytes * max(1 - saved[k] / h.of, 0.0) for h in waiting) for k in kinds]
-    return tuple(round(saved[k] + rest[k] + more[k]) for k in kinds)
+    return tuple(round(max(saved[k] + rest[k] + more[k], updating[k])) for k in kinds)
+
+
+_AT_UPDATE = ("parameter", "gradient", "optimizer", "buffer", "streamed")
+"""What is there while the optimizer updates: nothing that is saved or at work is any more."""
+
+
+def _streamed(schedule: Schedule, optimizer: Optimizer, even: float) -> Iterator[Holding]:
+    """On devices whose state is in host memory, the largest slice of it that is fetched: of one large parameter, or of
+    several small ones. And as much again, which an update of so much works with."""
+    values = schedule.program.graph.values
+    for k in {k: None for update in schedule.update for k in update.on_host} if optimizer.state else ():
+        fetched = [(values[one.parameter], one.placement) for one in schedule.update if k in one.on_host]
+        parts = [(optimizer.state * value.bytes, cut_of(placement, value.shape)) for value, placement in fetched]
+        sizes = [size if cut is None else size * even for size, cut in parts]
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        on = Kinds(frozenset((k,)), others=False)
+        yield Holding(
+            f"state of {fetched[largest][0].name}", "streamed", 2 * parts[largest][0], parts[largest][1], on=on
+        )
+        if (more := round(slice_bytes(sum(sizes)) - sizes[largest])) > 0:
+            yield Holding("state of small parameters", "streamed", 2 * more, None, on=on)
 
 
 def _added_up(held: Sequence[Holding], scale: Scale) -> list[float]:
@@ -343,7 +397,7 @@ def _kept(node: Node) -> Saved:
     return Saved(tuple(dict.fromkeys((*node.operands, out.name))), 4 * rows)
 
 
-_Stretches = Sequence[tuple[str, list[Step]]]
+_Stretches = Sequence[_Stretch]
 
 
 def _saved(schedule: Schedule, stretches: _Stretches, copies: _Copies) -> Iterator[Holding]:
@@ -494,7 +548,43 @@ def _working(
             if total > most:
                 most = total
                 found = (*again, *(Holding(step.node.name, "working", size, cut) for cut, size in parts.items()))
+    for chunked in (item for item in schedule.forward if isinstance(item, Chunked)):
+        inside = [schedule.steps[name] for name in chunked.nodes]
+        parts = {}
+        for size, cut in _parts_in_chunks(inside, chunked.rows, copies, placed, parameters):
+            parts[cut] = parts.get(cut, 0) + size
+        total = sum(size if cut is None else size * even for cut, size in parts.items())
+        if total > most:
+            most = total
+            found = tuple(Holding(inside[-1].node.name, "working", size, cut) for cut, size in parts.items())
     return found
+
+
+def _parts_in_chunks(
+    steps: Sequence[Step], rows: int, copies: _Copies, placed: Mapping[str, Placement], parameters: set[str]
+) -> Iterator[tuple[int, Cut | None]]:
+    """What is multiplied, its gradients (sums over rows in a wide dtype), and the logits of so many rows."""
+    product, *between, loss = steps
+    logits = product.node.results[0].torch_dtype.itemsize
+    wide = max(logits, DTYPES["f32"].itemsize)
+    for k, (name, placement) in enumerate(zip(product.node.operands, product.rule.needs, strict=True)):
+        value, cut = copies.values[name], cut_of(placement, copies.values[name].shape)
+        if name not in parameters and copies.of(name, placement) not in copies.held:
+            yield value.bytes, cut
+        as_stored = name in parameters and _whole_alike((name, placement)) == (name, placed[name])
+        if k:
+            cast = logits if logits != value.torch_dtype.itemsize else 0
+            given = 0 if as_stored else value.torch_dtype.itemsize
+            one_chunk = logits if logits != wide else 0
+            summed = wide + max(one_chunk + cast, given) if value.grad else cast
+            yield value.elements * summed, cut
+        elif value.grad:
+            yield value.bytes, cut
+    of_loss = loss.node.operands[0]
+    each = logits + (wide if copies.values[of_loss].torch_dtype.itemsize != wide or logits != wide else 0)
+    each += logits if logits != wide else 0  # the gradient that is multiplied on
+    each += sum(2 * step.node.results[0].torch_dtype.itemsize for step in between if step.node.op not in VIEWS)
+    yield min(rows, copies.values[of_loss].shape[0]) * copies.values[of_loss].shape[1] * each, None
 
 
 def _parts_at_work(
@@ -570,11 +660,18 @@ def _remedies(by_use: Mapping[str, float], missing: float, text: str) -> str:
 
 
 def check_fits(
-    held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None, *, what: str = "the program"
+    held: Sequence[Holding],
+    scale: Scale,
+    limits: Sequence[int] | None = None,
+    *,
+    what: str = "the program",
+    host: DoesNotFitError | None = None,
 ) -> None:
-    """Refuse what does not fit, in words."""
-    if (error := describe_excess(held, scale, limits, what=what)) is not None:
-        raise error
+    """Refuse what does not fit, in words; and say what else did not fit in the memory of a host."""
+    error = describe_excess(held, scale, limits, what=what)
+    if error is not None:
+        facts = error.facts if host is None else error.facts | {"host": host.what}
+        raise DoesNotFitError(error.what, where=error.where, do=error.do, **facts)
 
 
 def _more(kind: Kind) -> str:

@@ -52,7 +52,7 @@ from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.schedule.schedule import Rerun
+from lopsided.schedule.schedule import OnHost, Rerun
 from lopsided.verification.copies import copied, widened
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare, random_program, random_shares
@@ -91,6 +91,7 @@ class ProcessesJob:
     namespaces: tuple[str, ...]
     trains: bool  # STEPS steps in its own dtype, or one in float64
     tolerance: float
+    on_host: tuple[OnHost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
 
 def jobs_of_plan(subject: Subject, plan: Plan) -> list[ProcessesJob]:
     both = _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
-    return [replace(job, reruns=plan.reruns) for job in both]
+    return [replace(job, reruns=plan.reruns, on_host=plan.on_host) for job in both]
 
 
 def jobs_at_large(
@@ -275,7 +276,7 @@ def _parsed(job: ProcessesJob) -> Plan:
     report = SearchReport(0.0, 0, 0.0, 0.0, 0.0, "", 0, ())
     memory = (0,) * len(job.shares)
     made = Plan(where, where, program, job.shares, "adamw", job.regather, 0.0, nothing, memory, (), report, (), ())
-    return replace(made, reruns=job.reruns)
+    return replace(made, reruns=job.reruns, on_host=job.on_host)
 
 
 @lru_cache(maxsize=1)
