@@ -250,6 +250,11 @@ class Graph:
         """A digest of what the graph computes; names of files and lines do not enter."""
         return hashlib.sha256(self.text(sources=False).encode()).hexdigest()[:16]
 
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """Where its ops come from: `aten`, ours, and those of whoever wrote the model."""
+        return tuple(dict.fromkeys(node.op.partition(".")[0] for node in self.nodes))
+
     def text(self, *, sources: bool = True) -> str:
         return print_graph(self, sources=sources)
 
