@@ -16,6 +16,8 @@ In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whol
                                 region all, but of one region at a time                    `_gathered`
     waiting                     gradients of gathered parameters, whole, until a bucket of
                                 them is full                                               `_waiting`
+    between rounds              sums of gradients that the last round sends, and the rows
+                                of all rounds                                              `_between_rounds`
     working                     of the largest step: operands and results that are not
                                 held anyway, and their gradients                           `_working`
 
@@ -43,7 +45,7 @@ from lopsided.ir.program import Chain, Step
 from lopsided.ops.op import Call
 from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
-from lopsided.schedule.schedule import Redistribute, Schedule
+from lopsided.schedule.schedule import Redistribute, ReduceBucket, Schedule
 
 USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "gathered", "waiting", "working")
 
@@ -147,6 +149,7 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
         found += held if leaf.value.name in used else (one for one in held if one.use not in ("gradient", "optimizer"))
     found += _gathered(schedule)
     found += _waiting(schedule)
+    found += _between_rounds(schedule)
     for on in _kinds_apart(schedule):
         copies, stretches = _Copies.of_schedule(schedule), list(_stretches(schedule, on))
         held = (*_saved(schedule, stretches, copies), *_working(schedule, stretches, copies, placed, 1 / devices))
@@ -214,6 +217,28 @@ def _waiting(schedule: Schedule) -> Iterator[Holding]:
     if size:
         most = min(size, schedule.decisions.bucket_bytes)
         yield Holding("gradients in a bucket", "waiting", most, None, size)
+
+
+def _between_rounds(schedule: Schedule) -> Iterator[Holding]:
+    """What rounds have beside what one has: the other rounds' rows, and gradients that are still to be sent."""
+    others, program = schedule.decisions.microbatches - 1, schedule.program
+    if not others:
+        return
+    placed = dict(program.leaves)
+    for leaf in program.graph.leaves:
+        if leaf.kind == "input":
+            cut = cut_of(placed[leaf.value.name], leaf.value.shape)
+            yield Holding(leaf.value.name, "saved", leaf.value.bytes * others, cut)
+    last = {
+        member
+        for item in schedule.backward
+        if isinstance(item, ReduceBucket) and not schedule.is_sent_in(item, 0)
+        for member in item.members
+    }
+    for item in schedule.backward:
+        if item.id in last and isinstance(item, Redistribute):
+            value = program.graph.values[item.value]
+            yield Holding(value.name, "gradient", value.bytes, cut_of(item.source, value.shape))
 
 
 # Whose memory it is
