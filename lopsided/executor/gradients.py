@@ -18,7 +18,7 @@ there. What does not fill a bucket is sent at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,7 @@ class Gradients:
         self.syncing = True
         self.on_begin: Callable[[bool], None] = lambda syncing: None
         self.on_finish: Callable[[], None] = lambda: None
+        self.quiet: Callable[[], AbstractContextManager[None]] = nullcontext  # around rounds before the last
         self._filling: dict[GradientBucket, dict[str, tuple[Synced, Tensor]]] = {}
         self._sent: list[tuple[Callable[[], Sequence[Tensor]], list[Synced]]] = []  # not handed out, the oldest first
         self._kept: dict[Synced, Tensor] = {}  # local sums of passes that were not synchronised
@@ -125,7 +126,8 @@ class Gradients:
                 parameter.grad = None
             self._adding = sums
             try:
-                yield
+                with self.quiet():
+                    yield
                 while self._sent:
                     self._hand_out(*self._sent.pop(0))
                 sums.pieces = [(one, one.grad) for one in trained if one.grad is not None]

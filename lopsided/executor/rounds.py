@@ -69,7 +69,10 @@ def run_rounds(
 ) -> RoundsRan:
     """The rounds of a step up to the backward pass of the last. `leaves` gives those of a round by its number."""
     count = executor.schedule.decisions.microbatches
-    kept: dict[int, Tensor] | None = {} if executor.schedule.keeps_copies else None
+    if count == 1:
+        return RoundsRan([executor.run(leaves(0))], upstream, RoundSums())
+    # Without a backward pass copies go after their use.
+    kept: dict[int, Tensor] | None = {} if executor.schedule.keeps_copies and torch.is_grad_enabled() else None
     sums, done = RoundSums(), list[Ran]()
     with gradients.adding_to(sums, parameters):
         for number in range(count - 1):

@@ -86,6 +86,7 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES  # of gradients and gathered parameters that are sent at a time
     stretch: int = 0  # at most so many nodes run as one compiled function
     reruns: tuple[Rerun, ...] = ()  # regions that run again in the backward pass in place of keeping what they save
+    microbatches: int = 1  # the batch is computed in so many rounds; the graph and the program are those of one
 
     @property
     def graph(self) -> Graph:
@@ -99,7 +100,13 @@ class Plan:
     @property
     def decisions(self) -> Decisions:
         """What is chosen beside the program and the shares."""
-        return Decisions(self.bucket_bytes, regather=self.regather, stretch=self.stretch, reruns=self.reruns)
+        return Decisions(
+            self.bucket_bytes,
+            regather=self.regather,
+            stretch=self.stretch,
+            reruns=self.reruns,
+            microbatches=self.microbatches,
+        )
 
     @cached_property
     def kind_numbers(self) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ def _taken_over(graph: Graph, program: Program, book: RuleBook) -> Program | Non
 
 def _searched(book: RuleBook, plan: Plan, allowed: Callable[[Node, Rule], bool]) -> Program:
     costs = Costs(book.graph, plan.on, optimizer_named(plan.optimizer))
-    prices = SharePrices(costs, Scale(plan.on, plan.shares), regather=plan.regather)
+    prices = SharePrices(costs, Scale(plan.on, plan.shares), regather=plan.regather, microbatches=plan.microbatches)
     targets = {leaf.value.name: leaf.target for leaf in plan.graph.parameters}
     stored = {targets[name]: placement for name, placement in plan.program.leaves if name in targets}
     return search(book, prices, stores=lambda leaf: (stored[leaf.target],), allowed=allowed).program
