@@ -92,6 +92,14 @@ def plan_command(
             "repeated.",
         ),
     ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Compute the batch in so many rounds. Left open, it is as many as it takes to fit, or as pay; 1: at "
+            "once.",
+        ),
+    ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     full: Annotated[bool, typer.Option("--full", help="Every step, nothing folded or shortened.")] = False,
     as_json: AsJson = False,
@@ -121,6 +129,7 @@ def plan_command(
             segments=segment or (),
             without=without,
             known=[_plan_or_run(file) for file in known or ()],
+            microbatches=microbatches,
             progress=lambda progress: tell(progress_text(progress)),
         )
     unwritten = None

@@ -10,9 +10,9 @@ returns.
     cut       cut     is another piece: exchanged
 
 Of a batch in rounds, every round before the last adds up what it makes (`RoundSums`), and the last one sends the sums,
-but for buckets that are sent in every round. The schedule says which gradients travel together. Autograd runs the functions of a graph in exactly the reverse order
-of their making, so they arrive in the order of the schedule on every device, and a bucket is sent when all of it is
-there. What does not fill a bucket is sent at the end.
+but for buckets that are sent in every round. The schedule says which gradients travel together. Autograd runs the
+functions of a graph in exactly the reverse order of their making, so they arrive in the order of the schedule on every
+device, and a bucket is sent when all of it is there. What does not fill a bucket is sent at the end.
 """
 
 from __future__ import annotations

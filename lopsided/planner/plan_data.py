@@ -17,6 +17,7 @@ from lopsided.ir.program import Program
 from lopsided.schedule.cost import Costs
 from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import PricedStep, price
+from lopsided.schedule.rounds import batch_size
 from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun, Schedule
 
 INTERRUPTED = "interrupted"
@@ -96,6 +97,11 @@ class Plan:
     def devices(self) -> tuple[str, ...]:
         """The names of the devices that take part."""
         return self.on.device_names
+
+    @property
+    def rows(self) -> int:
+        """Of the global batch, all rounds together; 0 where inputs have none."""
+        return batch_size(self.graph) * self.microbatches
 
     @property
     def decisions(self) -> Decisions:

@@ -83,9 +83,9 @@ def plan(
     The batch is the global one: all devices together train on it in one step. `dtype` plans for the model in another
     floating dtype than it has. `pins` such as `"encoder.*.weight=I"` fix how parameters are stored, `segments` such as
     `"encoder.*"` give parts of the model shares of their own. `without` some of what this planner adds to HAP
-    (`ablation`) it shows what that is worth. The batch is computed in `microbatches` rounds; if that is left open, in as
-    many as it takes to fit, or as pay. `known` plans of the same model compete: the answer is never
-    predicted slower than any of them is on this cluster.
+    (`ablation`) it shows what that is worth. The batch is computed in `microbatches` rounds; if that is left open, in
+    as many as it takes to fit, or as pay. `known` plans of the same model compete: the answer is never predicted slower
+    than any of them is on this cluster.
     """
     where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     started = time.perf_counter()

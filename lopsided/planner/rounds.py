@@ -93,7 +93,9 @@ def _is_short(plan: Plan) -> bool:
     """Whether memory decides how the step is done."""
     if plan.reruns or plan.regather:
         return True
-    limits = [limit for limit, kind in zip(memory_limits(plan.on), plan.on.kinds, strict=True) for _ in range(kind.devices)]
+    limits = [
+        limit for limit, kind in zip(memory_limits(plan.on), plan.on.kinds, strict=True) for _ in range(kind.devices)
+    ]
     return any(held > _FULL * limit for held, limit in zip(plan.memory_bytes, limits, strict=True))
 
 

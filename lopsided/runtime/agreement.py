@@ -101,7 +101,7 @@ def agreed_plans(
                 plans = plan_rivals(graph, where, most, optimizer=optimizer, microbatches=microbatches)
         if microbatches not in (None, plans[0].microbatches):
             raise PlanError(
-                f"the plan computes the batch in {rounds_text(plans[0].microbatches)}, and {microbatches} are asked for",
+                f"the plan has {rounds_text(plans[0].microbatches)} of the batch, and {microbatches} are asked for",
                 do="leave microbatches= out, or plan anew with --microbatches",
             )
         if differs := differences(plans[0].graph, _of_a_round(graph, plans[0])):

@@ -135,9 +135,7 @@ class Inputs:
         made = rounds.compute_ahead(leaves, self._world.device)
         return {name: (made[name], at) for name, _, at in rounds.precomputed}
 
-    def _whole(
-        self, leaf: Leaf, moved: Mapping[str, Tensor], cut: RowCut | None, exchange: Redistributor
-    ) -> Tensor:
+    def _whole(self, leaf: Leaf, moved: Mapping[str, Tensor], cut: RowCut | None, exchange: Redistributor) -> Tensor:
         if leaf.kind != "input":
             return self.table(leaf)
         tensor = moved[leaf.target].detach()

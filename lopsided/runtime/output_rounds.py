@@ -75,5 +75,6 @@ class _OfRounds(torch.autograd.Function):
         raise TrainingError(
             "a loss was made outside of the model of an output, and the batch is computed in rounds: each has gone "
             "backward before the next began",
-            do="make the loss in the model, or pass it to parallelize as loss_fn=; or plan without rounds: microbatches=1",
+            do="make the loss in the model, or pass it to parallelize as loss_fn=; or plan without rounds, by "
+            "microbatches=1",
         )

@@ -80,13 +80,13 @@ from lopsided.runtime.inputs import Inputs
 from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.moving import take_shares
 from lopsided.runtime.optimizers import watch_optimizers
+from lopsided.runtime.output_rounds import outputs_of_rounds
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.paced import Paced, check_replan
 from lopsided.runtime.parameter_hooks import ParameterHooks
 from lopsided.runtime.piece_tensors import plain, step_ends
 from lopsided.runtime.pieces import Piece, piece_of
 from lopsided.runtime.programs import CallProgram, Programs
-from lopsided.runtime.output_rounds import outputs_of_rounds
 from lopsided.runtime.progress import Announcer, about_plan, shown
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.runtime.shapes import at_length

@@ -131,7 +131,9 @@ class Programs:
             return in_rounds(captured.whole, count, names)
         except NoRoundsError as error:
             if any(signature.mode):
-                warnings.warn(InOneRoundWarning(f"a batch of {rows} rows is computed at once: {error.what}"), stacklevel=2)
+                warnings.warn(
+                    InOneRoundWarning(f"a batch of {rows} rows is computed at once: {error.what}"), stacklevel=2
+                )
             return in_rounds(captured.whole, 1)
 
     def _add(self, signature: Signature, captured: Captured, program: Program, rounds: Rounds) -> CallProgram:

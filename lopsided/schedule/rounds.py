@@ -40,8 +40,8 @@ from lopsided.ir.placement import I, P, Placement, join_pieces, take_piece
 from lopsided.ops import describe
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.losses import elementwise_of_piece, rowwise_of_piece
-from lopsided.ops.op import Call
 from lopsided.ops.norms import group_norm_of_piece
+from lopsided.ops.op import Call
 from lopsided.ops.parts import part_of_piece, parts_of_piece, repeat_interleave_of_piece
 from lopsided.ops.products import convolution_of_piece
 from lopsided.ops.reduce import mean_of_piece
@@ -348,7 +348,9 @@ class _Cutter:
         else:
             raw = replace(results[0], name=f"{results[0].name}.unweighted")
             self._append(form.node, operands, [raw])
-            mul = Node("aten.mul.Tensor", (Ref(raw.name), form.part), (), (results[0],), node.context, Saved(), node.source)
+            mul = Node(
+                "aten.mul.Tensor", (Ref(raw.name), form.part), (), (results[0],), node.context, Saved(), node.source
+            )
             self.nodes.append(mul)
         for value, give, result in zip(node.results, rule.gives, results, strict=True):
             at = I if give.is_whole else give
@@ -373,7 +375,9 @@ class _Cutter:
             each = Value(f"{value.name}.each", self._rows_shape(call), value.dtype, value.grad)
             self._append(_with(node, "reduction", 0), operands, [each])
             wide = replace(total, dtype="f32")
-            summed = Node("aten.sum.default", (Ref(each.name),), (("dtype", Atom("dtype", "f32")),), (wide,), node.context)
+            summed = Node(
+                "aten.sum.default", (Ref(each.name),), (("dtype", Atom("dtype", "f32")),), (wide,), node.context
+            )
             mean = replace(value, name=f"{value.name}.wide", dtype="f32")
             divided = Node("aten.div.Tensor", (Ref(total.name), Ref(count)), (), (mean,), node.context)
             narrow = Node("aten.to.dtype", (Ref(mean.name), Atom("dtype", "f16")), (), (value,), node.context)
@@ -434,9 +438,17 @@ class _Cutter:
         # A reference in the place of every operand, in their order.
         refs = [Ref(name) for name in node.operands]
         if local is to_local_shape:
-            return _Form(replace(node, op="aten.reshape.default", args=(refs[0], shapes[0]), kwargs=())) if len(refs) == 1 else None
+            return (
+                _Form(replace(node, op="aten.reshape.default", args=(refs[0], shapes[0]), kwargs=()))
+                if len(refs) == 1
+                else None
+            )
         if local is expand_to_local_shape:
-            return _Form(replace(node, op="aten.expand.default", args=(refs[0], shapes[0]), kwargs=())) if len(refs) == 1 else None
+            return (
+                _Form(replace(node, op="aten.expand.default", args=(refs[0], shapes[0]), kwargs=()))
+                if len(refs) == 1
+                else None
+            )
         if local is new_of_local_shape:
             return _Form(_with(node, "size", shapes[0]))
         if local is repeat_interleave_of_piece:
@@ -467,18 +479,17 @@ class _Cutter:
             if batch_norm
             else "no rule of it computes the rows of a round by themselves"
         )
+        operands = ", ".join(f"%{name}: {self.placed.get(name, I)}" for name in node.operands)
         return NoRoundsError(
             f"the batch cannot be computed in rounds: {why}",
-            where=f"%{node.name} = {node.op}({', '.join(f'%{name}: {self.placed.get(name, I)}' for name in node.operands)})"
-            f"\n          {node.source}",
+            where=f"%{node.name} = {node.op}({operands})\n          {node.source}",
             effect=f"{', '.join(f'%{name}' for name in cut[:4])} would hold a part of the batch only",
-            do="plan without rounds"
-            + (", or use a norm of each row (group norm, layer norm)" if batch_norm else ""),
+            do="plan without rounds" + (", or use a norm of each row (group norm, layer norm)" if batch_norm else ""),
         )
 
 
 _AS_THEY_ARE = (convolution_of_piece, group_norm_of_piece, nearest_of_piece, unpooled_of_piece)
-"""How pieces are computed by ops that are called on rows as on the whole batch: their pieces along other dims differ."""
+"""How pieces are computed by ops that are called on some rows as on all; their pieces along other dims differ."""
 
 _AHEAD = 100  # the price of computing something before the rounds: more than any conversion within one
 _DEEPEST = 8  # nodes that are made again for a part of what they make, one behind the other
@@ -536,7 +547,9 @@ def _check_shapes(graph: Graph) -> None:
             operands = [torch.empty(v.shape, dtype=v.torch_dtype) for v in (graph.values[n] for n in node.operands)]
             try:
                 made = call_op(node, operands, torch.device("cpu"))
-                found = [(tuple(t.shape), DTYPE_NAMES[t.dtype]) for t in (made if isinstance(made, tuple | list) else [made])]
+                found = [
+                    (tuple(t.shape), DTYPE_NAMES[t.dtype]) for t in (made if isinstance(made, tuple | list) else [made])
+                ]
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 found = [((), str(error))]
             said = [(value.shape, value.dtype) for value in node.results]

@@ -137,7 +137,8 @@ def test_what_couples_rows_has_no_rounds(how: str, said: str) -> None:
     graph = capture(Loss(how).double(), batch_of())
     with pytest.raises(NoRoundsError, match=said) as refused:
         in_rounds(graph, 3)
-    assert "test_rounds.py" in str(refused.value) and "do " in str(refused.value)
+    assert "test_rounds.py" in str(refused.value)
+    assert "do " in str(refused.value)
 
 
 def test_batch_norm_in_training_has_no_rounds() -> None:
@@ -201,6 +202,11 @@ def test_buckets_of_gradients_stand_in_the_last_round() -> None:
         ]
 
     first, second, last = buckets(Decisions(microbatches=3))
-    assert first[0] > 0 and first[1] == 0 and second == (0, 0) and last[0] == 0 and last[1] > 0
+    assert first[0] > 0
+    assert first[1] == 0
+    assert second == (0, 0)
+    assert last[0] == 0
+    assert last[1] > 0
     again = buckets(Decisions(microbatches=3, regather=True))
-    assert again[0] == again[1] == again[2] and min(again[0]) > 0
+    assert again[0] == again[1] == again[2]
+    assert min(again[0]) > 0
