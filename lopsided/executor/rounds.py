@@ -8,6 +8,9 @@ A loss is the sum of its rounds' terms, so its gradient is theirs too: a round r
 forward, by the gradient that the loss got in the step before, and only one round's activations are in memory. What the
 loss then really gets multiplies the sums (`taken_over`): a loss scale that has changed, a loss divided by a number. Of
 a scale that is a power of two this is exact to the last digit, of any other number as exact as its product.
+
+Small gradients in float16 are lost unless they are scaled before they are made. As long as the scale is not known, in
+the first step, rounds run for their values first, and all of them again going backward (`run_for_values`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from torch import Tensor, nn
 from lopsided.errors import TrainingError
 from lopsided.executor.executor import Executor, Ran
 from lopsided.executor.gradients import Gradients, RoundSums
+from lopsided.executor.randomness import RankRandomness
+from lopsided.ir.graph import Graph
 
 
 @dataclass
@@ -30,6 +35,7 @@ class RoundsRan:
     rounds: list[Ran]
     upstream: Tensor  # by which those before the last went backward
     sums: RoundSums | None  # None once they were taken over
+    again: Callable[[Tensor], RoundsRan] | None = None  # all rounds, where the gradient was not known
 
     @property
     def loss(self) -> Tensor:
@@ -53,6 +59,13 @@ class RoundsRan:
         if upstream.device.type != "cpu" or float(factor) != 1:
             sums.multiply(factor)
         gradients.take_over(sums)
+
+
+def is_narrow(graph: Graph) -> bool:
+    """Whether gradients of a graph are made in float16."""
+    return any(value.dtype == "f16" for value in graph.values.values()) or any(
+        node.context.autocast.endswith(":f16") for node in graph.nodes
+    )
 
 
 def _total(terms: list[Tensor]) -> Tensor:
@@ -83,3 +96,29 @@ def run_rounds(
             outputs = {name: part.detach() for name, part in ran.outputs.items()}
             done.append(replace(ran, loss=ran.loss.detach(), outputs=outputs))
     return RoundsRan([*done, executor.run(leaves(count - 1), kept)], upstream, sums)
+
+
+def run_for_values(
+    executor: Executor,
+    gradients: Gradients,
+    parameters: Iterable[nn.Parameter],
+    leaves: Callable[[int], Mapping[str, Tensor]],
+) -> RoundsRan:
+    """The rounds of a step without gradients, to be run again when it is known what the loss gets."""
+    random, trained = executor.random, list(parameters)
+    before = random.state() if isinstance(random, RankRandomness) else None
+    with torch.no_grad():
+        done = [executor.run(leaves(number)) for number in range(executor.schedule.decisions.microbatches)]
+
+    def again(upstream: Tensor) -> RoundsRan:
+        after = random.state() if isinstance(random, RankRandomness) else None
+        if isinstance(random, RankRandomness) and before is not None:
+            random.set_state(before)
+        try:
+            with torch.enable_grad():
+                return run_rounds(executor, gradients, trained, leaves, upstream)
+        finally:
+            if isinstance(random, RankRandomness) and after is not None:
+                random.set_state(after)
+
+    return RoundsRan(done, torch.ones(()), RoundSums(), again)

@@ -52,7 +52,7 @@ from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
 from lopsided.executor.local_op import AnyRandomness
 from lopsided.executor.randomness import RankRandomness
-from lopsided.executor.rounds import RoundsRan, run_rounds
+from lopsided.executor.rounds import RoundsRan, is_narrow, run_for_values, run_rounds
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
@@ -258,6 +258,7 @@ class Parallel(nn.Module):
         self._last_loss = LastLoss(self._here(), on_nan)
         # The gradient that losses get: that of the last, which is mostly that of the next.
         self._upstream = torch.ones((), dtype=torch.float64, device=world.device)
+        self._knows_upstream = False
         if self.wire is not None:
             self._exchange = Redistributor(self.wire, self.shares, network)
             self._gradients = self._collector()
@@ -473,9 +474,14 @@ class Parallel(nn.Module):
         local = self._inputs.local(given, cut, found.program, found.rounds, self._exchange)
         leaves = self._leaves(found.program)
         trained = self._adopted.by_name.values() if found.rounds.count > 1 and torch.is_grad_enabled() else ()
-        ran = run_rounds(
-            found.executor, self._gradients, trained, lambda number: leaves | local(number), self._upstream
-        )
+
+        def of_round(number: int) -> dict[str, Tensor]:
+            return leaves | local(number)
+
+        if trained and not self._knows_upstream and is_narrow(found.program.graph):
+            ran = run_for_values(found.executor, self._gradients, trained, of_round)
+        else:
+            ran = run_rounds(found.executor, self._gradients, trained, of_round, self._upstream)
         with wire.recorder.handshaking() if wire.recorder is not None else nullcontext():
             self.watch.finish_handshake()
         # Every round has started from the same, and ends with the same.
@@ -493,6 +499,8 @@ class Parallel(nn.Module):
         names = list(dict.fromkeys(found.returned.names))
         loss = ran.rounds[-1].loss
         if found.rounds.count > 1:
+            if ran.again is not None:
+                loss = loss.detach().requires_grad_()
             if loss.requires_grad:
                 self._gradients.reset()
                 (loss,) = _StepEnd.apply(self, ran, loss)  # type: ignore[no-untyped-call]
@@ -619,6 +627,7 @@ class Parallel(nn.Module):
         """The gradient that a loss has got. By none, and by what is not finite, nothing can be scaled."""
         wide = gradient.detach().reshape(()).to(torch.float64)
         self._upstream = torch.where(wide.isfinite() & (wide != 0), wide, self._upstream)
+        self._knows_upstream = True
 
     def together(self, call: str) -> None:
         """A call that every rank must make begins: refused if others make another one, or none within `timeout_s`."""
@@ -838,8 +847,13 @@ class _StepEnd(torch.autograd.Function):
         ctx.pm._gradients.syncing = ctx.pm._syncing
         ctx.pm._gradients.begin()
         if ctx.ran is not None and gradient is not None:
-            ctx.ran.taken_over(ctx.pm._gradients, gradient)
+            ran = ctx.ran if ctx.ran.again is None else ctx.ran.again(gradient.detach().to(torch.float64))
+            ran.taken_over(ctx.pm._gradients, gradient)
             ctx.pm.remember_upstream(gradient)
+            if ctx.ran.again is not None:
+                last = ran.rounds[-1].loss
+                torch.autograd.backward([last], [gradient.expand_as(last)])
+                ctx.ran.sums = None
         # The whole of the backward pass runs, as it was planned, also where the loss itself was not asked for.
         return None, None, torch.zeros_like(loss) if gradient is None else gradient, *others
 

@@ -197,6 +197,40 @@ def test_a_scale_that_changes_reaches_all_rounds(crews: Callable[[int], WorkerPo
         assert all(there and apart < 1e-9 for _, there, apart in rank)
 
 
+class Small(Net):
+    """Gradients that float16 can say only if they are scaled before they are made."""
+
+    def forward(self, tokens: Tensor, target: Tensor | None = None) -> Any:
+        with torch.autocast("cpu", torch.float16):
+            logits = self.out(self.dropout(torch.relu(self.up(self.embed(tokens).mean(1)))))
+        return F.cross_entropy(logits.float(), target, ignore_index=-100) * 1e-6
+
+
+def first_step(scale: float) -> list[float]:
+    """In a worker: gradients of a first step and a second, apart from those of one device, relatively."""
+    torch.manual_seed(0)
+    model = Small()
+    alone = copy.deepcopy(model)
+    pm = lopsided.parallelize(model, batch_of(), plan=plan_for(model, batch_of(), "dp"))
+    found = []
+    for number in range(2):
+        pm.zero_grad()
+        alone.zero_grad()
+        got = pm(**batch_of(number))
+        (got * scale).backward()
+        expected = alone(**batch_of(number))
+        (expected * scale).backward()
+        largest = max(p.grad.abs().max().item() for p in alone.parameters())
+        found += [gap(pm, alone) / largest, abs((got - expected).item()) / abs(expected.item())]
+    pm.close()
+    return found
+
+
+def test_the_scale_reaches_the_first_step_in_float16(crews: Callable[[int], WorkerPool]) -> None:
+    for rank in crews(3).run(first_step, 2.0**20):
+        assert max(rank) < 1e-2
+
+
 def masks(seed: int) -> tuple[list[Tensor], list[int]]:
     """In a worker: which elements dropout left of equal rows, round by round."""
     _, pm = both("dp", dropout=0.5)
