@@ -45,7 +45,9 @@ def is_command() -> bool:
     words = sys.orig_argv[1:]
     if "-m" in words:
         return words[words.index("-m") + 1 :][:1] == [_NAME]
-    return os.path.basename(sys.argv[0] if sys.argv else "") == _NAME
+    # A script may set `sys.argv`, and call the command line as a function: what the process was started with counts.
+    script = sys.argv[0] if sys.argv else ""
+    return script in words and os.path.basename(script) == _NAME
 
 
 def end_while_importing() -> None:

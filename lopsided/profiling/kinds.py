@@ -47,10 +47,10 @@ def seat_of(device: torch.device, speeds: Speeds) -> RankHost:
         facts = torch.cuda.get_device_properties(device)
         serial = str(getattr(facts, "uuid", torch.cuda.current_device() if device.index is None else device.index))
         return RankHost(platform.node(), identity, facts.name, serial, facts.total_memory, speeds)
-    return RankHost(platform.node(), identity, hardware_of(device), "", _free_memory(), speeds)
+    return RankHost(platform.node(), identity, hardware_of(device), "", free_memory(), speeds)
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """What this host, or the container around us, has left."""
     facts = Path("/proc/meminfo")
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text() if facts.is_file() else "", re.MULTILINE)

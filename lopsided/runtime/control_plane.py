@@ -65,6 +65,8 @@ class Waiting(Protocol):
 
     told: bool
 
+    @property
+    def done(self) -> bool: ...
     def wait(self) -> None: ...
 
 
@@ -81,8 +83,10 @@ class ControlPlane:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def all(self, job: Callable[[], T]) -> list[T]:
-        """What `job` returned on each rank. If it fails on one, it fails on all."""
+    def all(self, job: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+        """What `job` returned on each rank. If it fails on one, it fails on all. A thread beside training has the
+        group of saves."""
+        group = group or self.group
         mine: tuple[T | None, LopsidedError | None] = (None, None)
         own: Exception | None = None
         try:
@@ -91,9 +95,9 @@ class ControlPlane:
             own, mine = error, (None, error)
         except Exception as error:
             own, mine = error, (None, _failed(self.rank, error))
-        told: list[tuple[T | None, LopsidedError | None]] = [mine] * dist.get_world_size(self.group)
+        told: list[tuple[T | None, LopsidedError | None]] = [mine] * dist.get_world_size(group)
         with waiting("what all ranks say of their state"):
-            dist.all_gather_object(told, mine, group=self.group)
+            dist.all_gather_object(told, mine, group=group)
         if own is not None:
             raise own
         for _, refused in told:

@@ -24,6 +24,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.errors import InputError, shown
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.agreement import PLAN_VARIABLE
+from lopsided.runtime.checkpoint.memory_folder import kept_for_children
 
 MODULE = "lopsided.runtime.torchrun"
 
@@ -113,7 +114,8 @@ def _be_agent(words: Sequence[str]) -> NoReturn:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # The agent leaves what it writes beside the scripts' output among the temporary files.
     folder = tempfile.mkdtemp(prefix="lopsided-")
-    interrupts.folders.add(folder)
+    in_memory = kept_for_children()
+    interrupts.folders |= {folder, str(in_memory)}
     tempfile.tempdir = folder
     # Takes a second: only a command that runs something needs it.
     from lopsided.runtime import torchrun
@@ -121,7 +123,8 @@ def _be_agent(words: Sequence[str]) -> NoReturn:
     try:
         status = torchrun.main([*_left_to_us(), *words])
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for made in (folder, in_memory):
+            shutil.rmtree(made, ignore_errors=True)
     sys.exit(status)
 
 

@@ -22,6 +22,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_file import save_plan
 from lopsided.runtime.agreement import ELASTIC_VARIABLE
+from lopsided.runtime.checkpoint import memory_folder
 from tests.support.clusters import cluster, kind
 from tests.support.jobs import plan_of, prices_of
 from tests.support.launched import Started
@@ -85,8 +86,10 @@ def alone() -> list[float]:
     return losses
 
 
-def go_on(plan: str, folder: str, steps: int) -> tuple[list[float], int, int]:
-    """Go on from the folder for so many steps, whatever the world: losses, from where, on how many devices."""
+def go_on(
+    plan: str, folder: str, until: int, every: int = 1, keep_copies: int | None = None
+) -> tuple[list[float], int, int]:
+    """Go on from the folder up to this step, whatever the world: losses, from where, on how many devices."""
     torch.manual_seed(0)
     model, batch = load(SPEC)
     os.environ[ELASTIC_VARIABLE] = "1"
@@ -96,9 +99,9 @@ def go_on(plan: str, folder: str, steps: int) -> tuple[list[float], int, int]:
         del os.environ[ELASTIC_VARIABLE]
     opt = torch.optim.AdamW(pm.parameters(), lr=1e-2)
     batches = lopsided.shard(DataLoader(data(), batch_size=8, shuffle=False), pm)
-    kept = lopsided.Checkpoints(pm, opt, folder, every=1, loader=batches)
+    kept = lopsided.Checkpoints(pm, opt, folder, every=every, loader=batches, keep_copies=keep_copies)
     began, losses = kept.resume(), list[float]()
-    while len(losses) < steps:
+    while began + len(losses) < until:
         for part in batches:
             loss = pm(**named(part))
             loss.backward()
@@ -106,7 +109,7 @@ def go_on(plan: str, folder: str, steps: int) -> tuple[list[float], int, int]:
             opt.zero_grad()
             losses.append(loss.item())
             kept.step()
-            if len(losses) == steps:
+            if began + len(losses) == until:
                 break
     kept.close()
     pm.close()
@@ -128,7 +131,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fewer_devices_then_more_go_on_with_the_losses_of_one(crews: Crews, plan: Path, tmp_path: Path) -> None:
     found = list[float]()
     for size in (3, 2, 3):
-        told = crews(size).run(go_on, str(plan), str(tmp_path / "run"), PART)
+        told = crews(size).run(go_on, str(plan), str(tmp_path / "run"), len(found) + PART)
         losses, began, _ = told[0]
         assert all(one[0] == losses for one in told)
         assert began == len(found)
@@ -166,18 +169,22 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if self._pm.steps_done == 4 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
     lopsided.Checkpoints.step = step
-began = max([int(path.name[5:]) for path in Path("run").glob("step-*")], default=0)
-losses, began, _ = test.go_on(os.environ["LOPSIDED_PLAN"], "run", test.STEPS - began)
+losses, began, _ = test.go_on(os.environ["LOPSIDED_PLAN"], "run", test.STEPS, EVERY, COPIES)
 Path(f"{dist.get_rank()}.json").write_text(json.dumps([losses, began]))
 """.replace("ROOT", repr(str(Path(__file__).parents[2])))
 
 
-def test_a_process_that_is_killed_is_started_again_and_goes_on(plan: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+@pytest.mark.parametrize(("every", "keep_copies"), [(1, None), (1000, 0)], ids=["from disk", "from memory"])
+def test_a_process_that_is_killed_is_started_again_and_goes_on(
+    plan: Path, tmp_path: Path, every: int, keep_copies: int | None
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("EVERY", str(every)).replace("COPIES", str(keep_copies)))
     run = Started(tmp_path, "lopsided", "run", "--elastic", "--max-restarts", 2, plan, "train.py")
     said = run.end()
     assert run.returncode == 0, said
     for rank in range(3):
         losses, began = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert began in (3, 4)  # what was saved when it was killed
+        assert began in ((3, 4) if keep_copies is None else (1, 2, 3, 4))  # what was saved when it was killed
         assert losses == pytest.approx(alone()[began:], rel=1e-5)
+    # What was in memory is gone with the agent.
+    assert not list(memory_folder.MEMORY.glob(f"lopsided-{os.getuid()}/*-{run.pid}-*"))

@@ -25,7 +25,7 @@ from typing import Final
 from torch.optim import Optimizer
 
 from lopsided.errors import CheckpointError, DamagedError, InputError, shown
-from lopsided.runtime.checkpoint.checkpoint import Saving, Stateful, Trains, finish_last, load, save
+from lopsided.runtime.checkpoint.checkpoint import Saving, Stateful, Trains, finish_last, go_on, load, save
 from lopsided.runtime.checkpoint.folder import (
     clear,
     give_name,
@@ -36,6 +36,7 @@ from lopsided.runtime.checkpoint.folder import (
     sync_folder,
     written,
 )
+from lopsided.runtime.checkpoint.in_memory import InMemory
 from lopsided.runtime.control_plane import accord_of
 
 _log = logging.getLogger("lopsided")
@@ -86,7 +87,9 @@ class Checkpoints:
     """Of one training run. Every rank makes one, and calls its methods at the same places.
 
     `every` is a time ("10min") or a number of steps. `keep` checkpoints stay. With `then`, each is copied to that
-    folder, too, behind training; `resume` looks there where `folder` has none.
+    folder, too, behind training; `resume` looks there where `folder` has none. With `keep_copies`, every few steps one
+    is kept in main memory as well, the pieces of each node on so many others besides (`in_memory`): processes that are
+    started again go on from there.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Checkpoints:
         scheduler: Stateful | None = None,
         keep: int | None = 3,
         then: str | Path | None = None,
+        keep_copies: int | None = None,
     ) -> None:
         self._every_s, self._every_steps = parse_every(every)
         self._pm, self._optimizer, self._loader, self._scheduler = pm, optimizer, loader, scheduler
@@ -109,10 +113,20 @@ class Checkpoints:
         self._saved_s = self._looked_s = _now_s()
         self._since_look, self._look_after = 0, 1
         self._last: Saving | None = None
+        self._in_memory = None
+        if keep_copies is not None:
+            self._in_memory = InMemory(
+                pm, optimizer, self.folder, loader=loader, scheduler=scheduler, keep_copies=keep_copies
+            )
 
     def resume(self) -> int:
         """Go on from the latest checkpoint that is whole; the steps that were done, 0 where there is none."""
         accord = accord_of(self._pm)
+        on_disk = accord.first(lambda: max(_restored(self.folder), default=0))
+        found = self._in_memory.latest() if self._in_memory is not None else None
+        if found is not None and found[1].step >= on_disk:
+            self._tell("going on from step %d, which the devices left have in memory", found[1].step)
+            return go_on(self._pm, self._optimizer, *found, self._loader, self._scheduler)
         for folder in filter(None, (self.folder, self._then)):
             for step in reversed(accord.first(lambda folder=folder: _restored(folder))):  # type: ignore[misc]
                 try:
@@ -133,6 +147,8 @@ class Checkpoints:
         due = self._is_due()
         if due:
             self.save()
+        elif self._in_memory is not None:
+            self._in_memory.step()
         return due
 
     def save(self) -> None:
@@ -161,6 +177,8 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for what is under way, at the end of training. Raises what kept the last save from the disk."""
         finish_last(accord_of(self._pm))
+        if self._in_memory is not None:
+            self._in_memory.close()
         if self._mirror is not None:
             self._mirror.wait()
 

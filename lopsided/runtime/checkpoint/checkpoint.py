@@ -21,6 +21,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,7 +59,7 @@ from lopsided.runtime.checkpoint.folder import (
     written,
 )
 from lopsided.runtime.checkpoint.optimizer_state import optimizer_kept, optimizer_wanted
-from lopsided.runtime.checkpoint.state import model_kept, model_wanted, spread, tensors_of
+from lopsided.runtime.checkpoint.state import Kept, model_kept, model_wanted, spread, tensors_of
 from lopsided.runtime.checkpoint.storage import Held, LoadPlanner, SafeReader, SafeWriter, SavePlanner, check_files
 from lopsided.runtime.checkpoint.tensor_file import TensorEntry, write_tensors
 from lopsided.runtime.control_plane import ControlPlane, Holder, accord_of
@@ -159,7 +160,8 @@ def save(
     step = pm.steps_done
     _check_alike(accord.all(lambda: (step, str(folder), keep)))
     accord.each(pm.before_saving)
-    held, training = _captured(pm, optimizer, loader, scheduler, accord)
+    state = captured(pm, optimizer, loader, scheduler, accord)
+    held, training = spread(state.kept, pm.world.place, len(pm.world.ranks)) | dict(state.random), state.training
     if not wait:
         held = {key: each.copied() for key, each in held.items()}
     writer = _Writer(folder, step, training, keep, then or (lambda _: None))
@@ -202,19 +204,28 @@ def _check_alike(told: list[tuple[int, str, int | None]]) -> None:
             )
 
 
-def _captured(
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What is saved of a run: its tensors and who holds how much of each, this process's generators, and the rest."""
+
+    kept: Mapping[str, Kept]
+    random: Mapping[str, Held]
+    training: Training
+
+
+def captured(
     pm: Trains, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None, accord: ControlPlane
-) -> tuple[dict[str, Held], Training]:
-    """The tensors that this process writes, and the rest."""
+) -> RunState:
+    """Nothing is copied. Every rank must call this."""
     named = accord.each(lambda: tensors_of(pm))
     kept, told = model_kept(named), None
     if optimizer is not None:
         state, told = optimizer_kept(pm, optimizer, accord)
         kept |= state
-    held = spread(kept, pm.world.place, len(pm.world.ranks))
-    if pm.world.place >= 0:
-        for stream, state_of in _generators(pm).items():
-            held[_random_key(pm.world.place, stream)] = Held.whole(state_of.shape, state_of.dtype, state_of)
+    random = {
+        random_key(pm.world.place, stream): Held.whole(state_of.shape, state_of.dtype, state_of)
+        for stream, state_of in (_generators(pm).items() if pm.world.place >= 0 else ())
+    }
 
     def rest() -> Training:
         position = None if loader is None else as_plain(loader.state_dict(), "the loader's state")
@@ -233,7 +244,7 @@ def _captured(
             loader=position,
         )
 
-    return held, accord.each(rest)
+    return RunState(kept, random, accord.each(rest))
 
 
 def _run(pm: Trains) -> str:
@@ -251,7 +262,7 @@ def _generators(pm: Trains) -> dict[str, Tensor]:
     return states
 
 
-def _random_key(place: int, stream: str) -> str:
+def random_key(place: int, stream: str) -> str:
     return f"random.{place}.{stream}"
 
 
@@ -347,6 +358,22 @@ def load(
 
     path, training = accord.first(found)
     reader = SafeReader(path)
+    if verify:
+        with working(f"checking {path.name}"):
+            accord.each(lambda: check_digests(path, reader.tables.files, accord.rank, pm.world.size))
+    return go_on(pm, optimizer, reader, training, loader, scheduler)
+
+
+def go_on(
+    pm: Trains,
+    optimizer: Optimizer | None,
+    reader: SafeReader,
+    training: Training,
+    loader: Stateful | None,
+    scheduler: Stateful | None,
+) -> int:
+    """Take over the tensors that the reader has, and the rest; the steps that were done. Every rank must call this."""
+    accord, path = accord_of(pm), reader.folder
     random: dict[str, Tensor] = {}
 
     def prepared() -> tuple[dict[str, Held], list[Callable[[], object]]]:
@@ -367,9 +394,6 @@ def load(
         wanted |= _random_wanted(pm, training, reader.table, random)
         return wanted, then
 
-    if verify:
-        with working(f"checking {path.name}"):
-            accord.each(lambda: check_digests(path, reader.tables.files, accord.rank, pm.world.size))
     wanted, then = accord.each(prepared)
     _in_torch(
         lambda: dcp.state_dict_loader.load(
@@ -412,7 +436,7 @@ def _random_wanted(pm: Trains, training: Training, table: Table, random: dict[st
     for stream, now in _generators(pm).items():
         if not same and stream != "shared":
             continue
-        key = _random_key(pm.world.place if same else 0, stream)
+        key = random_key(pm.world.place if same else 0, stream)
         record = table.get(key)
         # Generators of CPUs and GPUs have different states.
         if record is not None and (record.shape, record.dtype) == (tuple(now.shape), now.dtype):

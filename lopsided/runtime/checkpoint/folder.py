@@ -44,7 +44,7 @@ CHECKPOINT_FILE = FileKind(
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 _SET_ASIDE = re.compile(r"\.(step-\d{8,})\.replaced")
-_FILE = re.compile(r"rank-\d{5,7}\.safetensors")
+_FILE = re.compile(r"(rank|whole)-\d{5,7}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_DIMS, _MOST_ELEMENTS = 64, 2**50
 _FIRST_FEW = 5
@@ -145,7 +145,7 @@ def sync_folder(folder: Path) -> None:
 
 # The files of one: `metadata.json`, the table of its tensors, and `training.json`, all that is no tensor
 
-_Sizes = Annotated[
+Sizes = Annotated[
     tuple[Annotated[int, Key(least=0, most=_MOST_ELEMENTS)], ...],
     Key(fits=lambda sizes: len(sizes) <= _MOST_DIMS, wanted=f"at most {_MOST_DIMS} numbers"),
 ]
@@ -157,15 +157,15 @@ def _read_dtype(value: object, place: Place) -> torch.dtype:
     return DTYPES[value]
 
 
-_Dtype = Annotated[torch.dtype, Key(read=_read_dtype, write=lambda dtype: NAMES[dtype])]
+Dtype = Annotated[torch.dtype, Key(read=_read_dtype, write=lambda dtype: NAMES[dtype])]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A chunk of a tensor, and where it is."""
 
-    offsets: _Sizes
-    sizes: _Sizes
+    offsets: Sizes
+    sizes: Sizes
     file: Annotated[str, Key(fits=_FILE.fullmatch, wanted="the name of a process's file")]
     key: str
 
@@ -174,8 +174,8 @@ class Stored:
 class Record:
     """A tensor of a checkpoint. Its chunks lie side by side along one dim and fill it: parameters are cut along one."""
 
-    dtype: _Dtype
-    shape: _Sizes
+    dtype: Dtype
+    shape: Sizes
     chunks: tuple[Stored, ...]
 
     def __post_init__(self) -> None:
@@ -209,9 +209,9 @@ class Record:
 Table = Mapping[str, Record]
 
 
-_Digest = Annotated[str, Key(fits=_DIGEST.fullmatch, wanted="a SHA-256 digest")]
+Digest = Annotated[str, Key(fits=_DIGEST.fullmatch, wanted="a SHA-256 digest")]
 _Digests = Annotated[
-    Mapping[str, _Digest],
+    Mapping[str, Digest],
     Key(
         fits=lambda digests: all(name == TRAINING or _FILE.fullmatch(name) for name in digests),
         wanted=f"{TRAINING} and files of processes",
@@ -268,7 +268,7 @@ class Training:
     loader: object = None
 
 
-def write_file(path: Path, file: TableFile | Training) -> str:
+def write_file(path: Path, file: object) -> str:
     """Written when this returns, even if the machine stops. Returns the digest of what was written."""
     data = json.dumps(encode(file), indent=1, allow_nan=False).encode()
     with path.open("wb") as opened:

@@ -199,14 +199,18 @@ class SafeWriter(StorageWriter):
 
 
 def _entry(item: WriteItem) -> TensorEntry:
-    """A chunk in its file: called as the tensor is, with the box where it is not the whole tensor."""
     told, name = item.tensor_data, item.index.fqn
     if told is None:
         raise CheckpointError(f"{name} is not a tensor", where="save", do="keep it out of what is saved")
     check_dtype(told.properties.dtype, name)
-    sizes = tuple(told.chunk.sizes)
-    spans = ", ".join(f"{at}:{at + size}" for at, size in zip(told.chunk.offsets, sizes, strict=True))
-    return TensorEntry(name if sizes == tuple(told.size) else f"{name}[{spans}]", told.properties.dtype, sizes)
+    chunk = Chunk(tuple(told.chunk.offsets), tuple(told.chunk.sizes))
+    return chunk_entry(name, tuple(told.size), told.properties.dtype, chunk)
+
+
+def chunk_entry(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Chunk) -> TensorEntry:
+    """A chunk in its file: called as the tensor is, with the box where it is not the whole tensor."""
+    spans = ", ".join(f"{at}:{at + size}" for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return TensorEntry(name if chunk.sizes == shape else f"{name}[{spans}]", dtype, chunk.sizes)
 
 
 class SafeReader(StorageReader):
