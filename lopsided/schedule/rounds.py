@@ -150,7 +150,7 @@ class _Cutter:
         """Values that inputs alone decide: neither parameters nor random numbers."""
         found = {leaf.value.name for leaf in self.graph.leaves if leaf.kind != "parameter"}
         for node in self.graph.nodes:
-            if found.issuperset(node.operands) and not _may_draw(node):
+            if found.issuperset(node.operands) and not may_draw(node):
                 found.update(value.name for value in node.results)
         return found
 
@@ -167,7 +167,7 @@ class _Cutter:
             )
         updates = tuple((buffer, self._update(buffer, name)) for buffer, name in self.graph.updates)
         for name in kept:
-            self.take(name, self.placed[name])
+            self._keep(name)
         names = tuple(self.made[name, self.placed[name]] for name in kept if (name, self.placed[name]) in self.made)
         nodes, leaves = self._needed([loss, *names, *(name for _, name in updates)])
         made = record_saved(Graph(leaves, nodes, loss, updates))
@@ -192,6 +192,16 @@ class _Cutter:
                 nodes.append(node)
                 wanted.update(node.operands)
         return tuple(reversed(nodes))
+
+    def _keep(self, name: str) -> None:
+        """A value that is wanted has its own name, also where it was computed before the rounds."""
+        at = self.placed[name]
+        made = self.take(name, at)
+        if made is not None and made != name:
+            value = replace(self.values[made], name=name)
+            self.nodes.append(Node("aten.clone.default", (Ref(made),), (), (value,)))
+            self.made[name, at] = name
+            self.values[name] = value
 
     def _update(self, buffer: str, name: str) -> str:
         made = self.take(name, I)
@@ -528,7 +538,8 @@ def _with(node: Node, name: str, given: Arg) -> Node:
     return replace(node, args=(*args[:place], given, *args[place + 1 :]))
 
 
-def _may_draw(node: Node) -> bool:
+def may_draw(node: Node) -> bool:
+    """Whether a call may take random numbers."""
     entry = describe(node.op)
     overload = aten_overload(node.op)
     tagged = overload is not None and torch.Tag.nondeterministic_seeded in overload.tags

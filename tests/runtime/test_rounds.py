@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,15 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lopsided
-from lopsided.capturing.capture_graph import capture_call
+from lopsided.capturing.capture_graph import capture, capture_call
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import TrainingError
 from lopsided.ir.placement import Shares
+from lopsided.models import zoo
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.rounds import in_rounds
+from tests.support import jobs
 from tests.support.jobs import plan_of, prices_of
 
 SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
@@ -229,6 +232,18 @@ def first_step(scale: float) -> list[float]:
 def test_the_scale_reaches_the_first_step_in_float16(crews: Callable[[int], WorkerPool]) -> None:
     for rank in crews(3).run(first_step, 2.0**20):
         assert max(rank) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_verify_compares_rounds_with_one_device(name: str, crews: Callable[[int], WorkerPool]) -> None:
+    spec = re.sub(r"batch=\d+", "batch=6", zoo.SMALL[name])
+    graph = in_rounds(capture(*jobs.model_of(spec)), 3).graph
+    program = data_parallel(derive_rules(graph), prices_of(graph, SHARES))
+    run = replace(jobs.run_of(spec, stored_cut(program), SHARES, regather=True), microbatches=3)
+    for rank in crews(3).run(jobs.step, [run]):
+        assert all(error < 1e-9 for error, _ in rank), rank
+    trained = crews(3).run(jobs.training, run, 3, 1.0)
+    assert all(same.curve == pytest.approx(same.expected, rel=1e-4) for same in trained)
 
 
 def masks(seed: int) -> tuple[list[Tensor], list[int]]:
