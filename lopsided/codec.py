@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tomllib
 import types
 from collections import Counter
@@ -38,6 +39,7 @@ MOST_BYTES_OF_A_FILE = 128 * 2**20
 
 _WIDTH = 140
 _MOST_CHARACTERS = 10_000
+_HEAD_BYTES = 2**16  # of a file that is there, to see of which kind it is
 
 T = TypeVar("T")
 
@@ -54,6 +56,7 @@ class FileKind:
     toml: bool = False
     most_bytes: int | None = None  # None: MOST_BYTES_OF_A_FILE
     do: str = ""  # all there is to do about a file that nobody edits by hand
+    known_by: bytes = b""  # a pattern that the beginning of each such file matches, where no "format" says what it is
 
     def label(self, key: str) -> str:
         """A key of ours, as people see it in such a file."""
@@ -488,8 +491,9 @@ def write_text(path: str | Path, text: str, kind: FileKind) -> None:
         raise unwritable(path, kind, getattr(error, "strerror", None) or str(error)) from None
 
 
-def check_writable(path: str | Path, kind: FileKind) -> None:
-    """Refuse a path to which nothing can be written, before time is spent on making one."""
+def check_writable(path: str | Path, kind: FileKind, *, force: bool = False) -> None:
+    """Refuse a path to which nothing can be written, before time is spent on making one; and, without `force`, a file
+    of another kind, which would be lost."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -498,8 +502,18 @@ def check_writable(path: str | Path, kind: FileKind) -> None:
             raise unwritable(path, kind, f"there is no folder {shown(str(path.parent))}", "make the folder first")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise unwritable(path, kind, "it is not allowed")
+        if not force and path.is_file() and not _is_of(path, kind):
+            raise unwritable(path, kind, "a file of another kind is there", "name another file, or add --force")
     except (OSError, ValueError) as error:
         raise unwritable(path, kind, getattr(error, "strerror", None) or str(error)) from None
+
+
+def _is_of(path: Path, kind: FileKind) -> bool:
+    """Whether a file looks like one of this kind, or is empty."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    known_by = kind.known_by or b'"format":\\s*"%s"' % re.escape(kind.format).encode()
+    return not head or re.search(known_by, head) is not None
 
 
 def unwritable(path: str | Path, kind: FileKind, why: str, do: str = "") -> InputError:

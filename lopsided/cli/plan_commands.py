@@ -19,6 +19,7 @@ from lopsided.calibration.run_record import Run, load_run
 from lopsided.cli.terminal import (
     AsJson,
     Batch,
+    Force,
     Model,
     PlanFile,
     Verbose,
@@ -101,13 +102,14 @@ def plan_command(
         ),
     ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
+    force: Force = False,
     full: Annotated[bool, typer.Option("--full", help="Every step, nothing folded or shortened.")] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Plan the fastest training of a model on a cluster: what is cut how, and who does how much."""
     if output:
-        check_writable(output, PLAN_FILE)
+        check_writable(output, PLAN_FILE, force=force)
     on = _cluster_option(cluster)
     optimizer_named(optimizer)
     check_dtype(dtype)
@@ -260,20 +262,21 @@ def _print_plan(plan: Plan, name: str, *, full: bool) -> None:
 
 
 RunFile = Annotated[str, typer.Option("--run", help="A run of the plan, to show what was measured.")]
-_REPORT = FileKind(PlanError, "report", "")
-_TRACE = FileKind(PlanError, "trace", "")
+_REPORT = FileKind(PlanError, "report", "", known_by=b'name="generator" content="lopsided"')
+_TRACE = FileKind(PlanError, "trace", "", known_by=b'^{"displayTimeUnit"')
 
 
 def report_command(
     file: PlanFile,
     run: RunFile = "",
     output: Annotated[str, typer.Option("-o", "--output", help="The page that is written.")] = "report.html",
+    force: Force = False,
     title: Annotated[str, typer.Option(help="What the page is called: the model, as a rule.")] = "",
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Draw a plan, and a run of it, as one page that opens in any browser and needs no network."""
-    check_writable(output, _REPORT)
+    check_writable(output, _REPORT, force=force)
     plan, measured = _loaded(file, run)
     page = report_html(plan, measured, title=title or (measured.model if measured else Path(file).stem))
     write_text(output, page, _REPORT)
@@ -284,11 +287,12 @@ def trace_command(
     file: PlanFile,
     run: RunFile = "",
     output: Annotated[str, typer.Option("-o", "--output", help="The trace that is written.")] = "trace.json",
+    force: Force = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Write the predicted step of a plan, and the measured one of a run, as a trace for ui.perfetto.dev."""
-    check_writable(output, _TRACE)
+    check_writable(output, _TRACE, force=force)
     text = trace_text(*_loaded(file, run))
     write_text(output, text, _TRACE)
     say_written(output, len(text.encode()), as_json)

@@ -19,6 +19,7 @@ from lopsided.capturing.retype import in_dtype
 from lopsided.cli.terminal import (
     AsJson,
     Batch,
+    Force,
     Verbose,
     check_dtype,
     load_shapes,
@@ -28,9 +29,10 @@ from lopsided.cli.terminal import (
     say_all,
 )
 from lopsided.cluster.cluster import Cluster
-from lopsided.codec import FileKind, check_writable, write_text
+from lopsided.cluster.cluster_file import CLUSTER_FILE
+from lopsided.codec import check_writable, write_text
 from lopsided.comm.world import begin
-from lopsided.errors import ClusterError, InputError
+from lopsided.errors import InputError
 from lopsided.profiling.measure import Measurement
 from lopsided.profiling.profile import (
     ProfileRequest,
@@ -47,7 +49,6 @@ from lopsided.schedule.cost import optimizer_named
 
 _FULL_S, _QUICK_S = 60.0, 6.0
 _CORRECTIONS = 16  # lines of what a run corrected
-_CLUSTER_FILE = FileKind(ClusterError, "cluster", "`lopsided profile -o cluster.toml` writes one")
 
 
 def profile_command(
@@ -71,12 +72,13 @@ def profile_command(
     from_run: Annotated[
         str, typer.Option(metavar="RUN.JSON", help="Do not measure: correct the cluster of a recorded run by it.")
     ] = "",
+    force: Force = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Measure devices and links, by torchrun on all machines or by itself on one, and write a cluster.toml."""
     if output and is_first():
-        check_writable(output, _CLUSTER_FILE)
+        check_writable(output, CLUSTER_FILE, force=force)
     if from_run:
         _feed_back(from_run, output, as_json)
         return
@@ -134,7 +136,7 @@ def _written(cluster: Cluster, output: str) -> Cluster:
     stem = Path(output).stem if output else ""
     named = replace(cluster, name=stem) if stem and stem.isprintable() and len(stem) <= 100 else cluster
     if output:
-        write_text(output, named.text(), _CLUSTER_FILE)
+        write_text(output, named.text(), CLUSTER_FILE)
     return named
 
 

@@ -23,6 +23,7 @@ from lopsided.capturing.capture_graph import capture
 from lopsided.cli.terminal import (
     AsJson,
     Batch,
+    Force,
     Model,
     PlanFile,
     Verbose,
@@ -32,10 +33,10 @@ from lopsided.cli.terminal import (
     say_all,
     say_written,
 )
-from lopsided.codec import check_writable
+from lopsided.codec import FileKind, check_writable
 from lopsided.comm.uncaught import VERBOSE_VARIABLE
 from lopsided.comm.worker_pool import WorkerPool
-from lopsided.errors import InputError
+from lopsided.errors import CheckpointError, InputError
 from lopsided.models.by_name import load
 from lopsided.planner.plan_file import load_plan
 from lopsided.report.run_tables import comparison_json, comparison_lines
@@ -107,6 +108,7 @@ def run_command(
     report: Annotated[
         str, typer.Option(metavar="RUN.json", help="Record the first steps in this file; `lopsided compare` reads it.")
     ] = "",
+    force: Force = False,
     elastic: Annotated[
         bool,
         typer.Option(
@@ -129,7 +131,7 @@ def run_command(
     if elastic:
         os.environ[ELASTIC_VARIABLE] = "1"
     if report:
-        check_writable(report, RUN_FILE)
+        check_writable(report, RUN_FILE, force=force)
         os.environ[RECORD_VARIABLE] = str(Path(report).resolve())
     if verbose:
         os.environ[VERBOSE_VARIABLE] = "1"
@@ -224,14 +226,20 @@ def _print_claims(table: Table, passed: bool) -> None:
 
 # convert
 
+_TENSORS = FileKind(CheckpointError, "file of tensors", "", known_by=rb"(?s)^.{8}\{")
+_SAVED = FileKind(CheckpointError, "file of tensors", "", known_by=rb"^PK\x03\x04")
+
 
 def convert_command(
     checkpoint: Annotated[str, typer.Argument(help="The folder of a checkpoint, or of a run's: then its latest.")],
     output: Annotated[str, typer.Option("-o", "--output", help="The file: .safetensors, or .pt as torch.save writes.")],
+    force: Force = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Write the model of a checkpoint as one plain file with the keys of its state dict."""
+    kind = _TENSORS if output.endswith(".safetensors") else _SAVED
+    check_writable(output, kind, force=force)
     written = convert(checkpoint, output)
     say_written(str(written), written.stat().st_size, as_json, checkpoint=checkpoint)
 
@@ -258,6 +266,7 @@ def train_command(
     report: Annotated[
         str, typer.Option(metavar="RUN.json", help="Record the run in this file and hold it against the plan.")
     ] = "",
+    force: Force = False,
     full: Full = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -267,7 +276,7 @@ def train_command(
     Under torchrun this process is one of several; by itself it starts one for each device of the plan.
     """
     if report and os.environ.get("RANK", "0") == "0":
-        check_writable(report, RUN_FILE)
+        check_writable(report, RUN_FILE, force=force)
     if plan and cluster:
         raise InputError("both a plan and a cluster are given", do="give --plan, or --cluster, or neither")
     if plan and tries > 1:

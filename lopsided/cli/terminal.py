@@ -154,6 +154,7 @@ Model = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite a file of another kind, too.")]
 Batch = Annotated[int | None, typer.Option(help="Samples in a batch.", min=1)]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose, help="Show tracebacks.")]
 

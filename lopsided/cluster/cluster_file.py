@@ -24,6 +24,7 @@ CLUSTER_FILE = FileKind(
     "cluster",
     "docs/clusters.md describes the format; `lopsided clusters NAME` prints a preset to copy and change",
     toml=True,
+    known_by=rb"(?m)^\[\[devices\]\]",
     most_bytes=16 * 2**20,
 )
 

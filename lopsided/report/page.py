@@ -119,6 +119,7 @@ def report_html(plan: Plan, run: Run | None = None, *, title: str = "") -> str:
     top = tag(
         "head",
         tag("meta", charset="utf-8"),
+        tag("meta", name="generator", content="lopsided"),
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="referrer", content="no-referrer"),

@@ -241,3 +241,45 @@ def test_a_checkpoint_becomes_one_file(crews: Callable[[int], WorkerPool], tmp_p
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert ".safetensors" in str(refused("convert", tmp_path / "run", "-o", tmp_path / "model"))
+
+
+# What is written over
+
+OLDER = Path(__file__).parents[1] / "older_files"
+WRITES = {
+    "plan": ("plan", SPEC, "--cluster", "2xA6000+2x2080Ti", "-o"),
+    "profile": ("profile", "--from-run", OLDER / "run.json", "-o"),
+    "report": ("report", OLDER / "plan.json", "-o"),
+    "trace": ("trace", OLDER / "plan.json", "-o"),
+    "train": ("train", SPEC, "--processes", "1", "--report"),
+    "run": ("run", "--dry-run", "--report"),
+    "convert": ("convert", OLDER / "checkpoint", "-o"),
+    "convert to torch's": ("convert", OLDER / "checkpoint", "-o"),
+}
+ENDS = {"convert": ".safetensors", "convert to torch's": ".pt", "profile": ".toml", "report": ".html"}
+
+
+@pytest.mark.parametrize("command", WRITES)
+def test_a_file_of_another_kind_is_not_written_over(command: str, tmp_path: Path) -> None:
+    file = tmp_path / f"thesis{ENDS.get(command, '.json')}"
+    # Options of this command stand before the plan.
+    behind = (OLDER / "plan.json", __file__) if command == "run" else ()
+    file.write_text('{"title": "a year of work"}\n')
+    error = refused(*WRITES[command], file, *behind)
+    assert "a file of another kind is there" in error.what
+    assert (error.where, error.do) == (str(file), "name another file, or add --force")
+    assert file.read_text() == '{"title": "a year of work"}\n'
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "report", "trace", "convert", "convert to torch's"])
+def test_a_file_of_the_same_kind_is(command: str, tmp_path: Path) -> None:
+    file = tmp_path / f"made{ENDS.get(command, '.json')}"
+    file.write_text("notes")
+    forced = lopsided(*WRITES[command], file, "--force")
+    assert forced.exit_code == 0, forced.output
+    before = file.read_bytes()
+    assert before != b"notes"
+    again = lopsided(*WRITES[command], file)
+    assert again.exit_code == 0, again.output
+    file.write_bytes(b"")
+    assert lopsided(*WRITES[command], file).exit_code == 0

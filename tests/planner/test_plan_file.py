@@ -414,6 +414,9 @@ def test_where_nothing_can_be_written_is_known_before(tmp_path: Path) -> None:
     (tmp_path / "there.json").write_text("")
     check_writable(tmp_path / "there.json", PLAN_FILE)
     check_writable(tmp_path / "new.json", PLAN_FILE)
+    save_plan(plan_of(), tmp_path / "before.json")
+    check_writable(tmp_path / "before.json", PLAN_FILE)
+    check_writable("/dev/null", PLAN_FILE)
     for path, words in (
         (tmp_path, "this is a directory"),
         (tmp_path / "no" / "plan.json", "no folder"),
