@@ -139,6 +139,7 @@ class Run:
     torch: str
     plan: Plan
     devices: tuple[DeviceRun, ...]
+    out_of_memory: str = ""  # the device that ended it so
 
     @cached_property
     def timed_s(self) -> tuple[float, ...]:
@@ -168,6 +169,7 @@ class _RunFile:
     version: int = VERSION
     model: Line
     torch: Line
+    out_of_memory: Annotated[Line, Key(rare=True)] = ""
     devices: tuple[DeviceRun, ...]
     plan: Lines
 
@@ -176,25 +178,43 @@ def save_run(run: Run, path: str | Path) -> None:
     write_text(path, run_text(run), RUN_FILE)
 
 
-def load_run(path: str | Path, namespaces: Collection[str] = ()) -> Run:
-    """The run in a file. `namespaces` are those of your own ops, if its model uses any."""
-    return parse_run(read_text(path, RUN_FILE), str(path), namespaces)
+def load_run(path: str | Path, namespaces: Collection[str] = (), *, failed: bool = False) -> Run:
+    """The run in a file. `namespaces` are those of your own ops, if its model uses any. One that ended for want of
+    memory has no steps, and is taken only where a `failed` one is of use."""
+    return parse_run(read_text(path, RUN_FILE), str(path), namespaces, failed=failed)
 
 
 def run_text(run: Run) -> str:
-    file = _RunFile(model=run.model, torch=run.torch, devices=run.devices, plan=lines_of(plan_text(run.plan)))
+    plan = lines_of(plan_text(run.plan))
+    about = (run.model, run.torch, run.out_of_memory)
+    file = _RunFile(model=about[0], torch=about[1], out_of_memory=about[2], devices=run.devices, plan=plan)
     return json_text(encode(file)) + "\n"
 
 
-def parse_run(text: str, where: str = "run", namespaces: Collection[str] = ()) -> Run:
+def parse_run(text: str, where: str = "run", namespaces: Collection[str] = (), *, failed: bool = False) -> Run:
     root = Place(RUN_FILE, where)
     file = parse_json(_RunFile, text, root)
     plan = parse_plan("\n".join(file.plan) + "\n", f'{where}, "plan"', namespaces)
     if tuple(device.device for device in file.devices) != plan.devices:
         raise root.refuse('"devices" are not those of its plan, in their order', "run it anew")
+    if file.out_of_memory:
+        return _ended(file, plan, root, failed)
     if len({len(device.steps) for device in file.devices}) != 1 or not file.devices[0].steps:
         raise root.refuse('"devices" have different numbers of steps, or none', "run it anew")
     run = Run(file.model, file.torch, plan, file.devices)
     if not run.timed_s:
         raise root.refuse("no step was timed alone", "run it anew")
     return run
+
+
+def _ended(file: _RunFile, plan: Plan, root: Place, failed: bool) -> Run:
+    if file.out_of_memory not in plan.devices:
+        raise root.refuse(
+            f'"out_of_memory" is {file.out_of_memory!r}, no device of its plan', "name one of its devices"
+        )
+    if not failed:
+        raise root.refuse(
+            f"the run ended when {file.out_of_memory} was out of memory: it has no steps",
+            "plan anew with it: lopsided plan MODEL --cluster CLUSTER --known FILE",
+        )
+    return Run(file.model, file.torch, plan, file.devices, file.out_of_memory)

@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 
 from lopsided import interrupts
+from lopsided.calibration.memory_seen import with_memory_seen
 from lopsided.calibration.run_record import Run, load_run
 from lopsided.cli.terminal import (
     AsJson,
@@ -89,8 +90,8 @@ def plan_command(
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="A plan of the same model, or a run that was recorded: the answer is never predicted slower. Can be "
-            "repeated.",
+            help="A plan of the same model, or a run that was recorded: the answer is never predicted slower. After a "
+            "run that ended out of memory, less of that device's memory is filled. Can be repeated.",
         ),
     ] = None,
     microbatches: Annotated[
@@ -113,6 +114,11 @@ def plan_command(
     on = _cluster_option(cluster)
     optimizer_named(optimizer)
     check_dtype(dtype)
+    before = [_plan_or_run(file) for file in known or ()]
+    runs = [one for one in before if isinstance(one, Run)]
+    on = with_memory_seen(on, runs)
+    # A plan that failed is none that an answer may come to.
+    plans = [one.plan if isinstance(one, Run) else one for one in before if one not in runs or not one.out_of_memory]
     without = sorted(additions_named(name.strip() for name in ablate.split(",") if name.strip()))
     if not time_limit >= 0:
         raise InputError(f"a time limit of {time_limit:g} s", where="--time-limit", do="give seconds, 0 or more")
@@ -130,7 +136,7 @@ def plan_command(
             pins=pin or (),
             segments=segment or (),
             without=without,
-            known=[_plan_or_run(file) for file in known or ()],
+            known=plans,
             microbatches=microbatches,
             progress=lambda progress: tell(progress_text(progress)),
         )
@@ -153,12 +159,12 @@ def plan_command(
         raise typer.Exit(interrupts.STATUS)
 
 
-def _plan_or_run(file: str) -> Plan:
+def _plan_or_run(file: str) -> Plan | Run:
     try:
         return load_plan(file)
     except PlanError as error:
         try:
-            return load_run(file).plan
+            return load_run(file, failed=True)
         except RunError:
             raise error from None
 

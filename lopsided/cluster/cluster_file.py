@@ -83,6 +83,7 @@ class _Devices(Kind):
     bytes_per_s: Annotated[float, Key(example="900e9")]
     memory_bytes: Annotated[int, Key("memory", read=_read_memory, example='"16 GiB"')]
     launch_s: float = 8e-6
+    host_memory_bytes: Annotated[int, Key("host_memory", read=_read_memory, example='"64 GiB"')] = 0
     compute_slowdown: Annotated[float, _renamed(KIND, "compute_slowdown")] = 0.0
     contention: Annotated[float, _renamed(KIND, "contention")] = 1.0
     efficiency: Annotated[float, Key(least=1e-6, most=1)] = 1.0

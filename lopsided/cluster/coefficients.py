@@ -81,6 +81,18 @@ COEFFICIENTS = (
         "crowding",
     ),
     Coefficient(
+        *(KIND, "host_bytes_per_s", "B/s", 0.0, 1e18, 0.0, 12e9),
+        "how fast bytes go between a device and pinned memory of its host; 0 where it has none but its own",
+        ("profiling/host_link",),
+        ("schedule/cost", "schedule/host_state"),
+    ),
+    Coefficient(
+        *(KIND, "memory_reserve", "part", 0.0, 0.9, 0.08, 0.12),
+        "the part of a device's memory that a plan leaves to the driver, libraries and the gaps of the allocator",
+        ("profiling/dry_run", "calibration/memory_seen"),
+        ("planner/candidates",),
+    ),
+    Coefficient(
         *(LINK, "latency_s", "s", 0.0, 3600.0, None, 1e-5),
         "what a message takes however small it is",
         ("profiling/links", "profiling/topology"),

@@ -103,6 +103,9 @@ class Kind:
     compute_slowdown: float = 0.0
     overhead_s: float = 0.0
     contention: float = 1.0
+    memory_reserve: float = 0.08
+    host_bytes_per_s: float = 0.0
+    host_memory_bytes: int = 0  # of the node, free for what its devices keep there; 0 where nobody said
 
     def __post_init__(self) -> None:
         where = f"kind {shown(self.name)}"
@@ -119,6 +122,7 @@ class Kind:
                 do=f"give it once for one or more of {', '.join(SPEED_DTYPES)}",
             )
         check_between(self.memory_bytes, 1, 2**60, "memory", where)
+        check_between(self.host_memory_bytes, 0, 2**60, "host_memory", where)
         check_coefficients(KIND, self, where)
         if len({m.call for m in self.measured}) < len(self.measured):
             raise ClusterError(
@@ -157,6 +161,10 @@ class Kind:
         tables = sorted((m.call, _plain(m.forward), _plain(m.backward)) for m in self.measured)
         facts = [speeds, float(self.bytes_per_s), int(self.memory_bytes), float(self.launch_s), tables]
         beside = [float(self.compute_slowdown), float(self.overhead_s)]
+        if self.host_bytes_per_s or self.host_memory_bytes:
+            beside += [float(self.host_bytes_per_s), float(self.host_memory_bytes)]
+        if self.memory_reserve != coefficient(KIND, "memory_reserve").default:
+            beside.append(float(self.memory_reserve))
         if self.contention != 1:
             return json.dumps([*facts, beside, float(self.contention)])
         # Devices that nobody measured are as they always were: plans for them keep their fingerprints.
@@ -186,7 +194,6 @@ class Kind:
 
     def table(self) -> dict[str, object]:
         """As a table of TOML."""
-        gib, rest = divmod(self.memory_bytes, 2**30)
         table: dict[str, object] = {
             "name": self.name,
             "node": self.node,
@@ -194,10 +201,12 @@ class Kind:
             "count": self.count,
             "flops_per_s": Inline((dtype, float(flops)) for dtype, flops in self.flops_per_s),
             "bytes_per_s": float(self.bytes_per_s),
-            "memory": self.memory_bytes if rest else f"{gib} GiB",
+            "memory": _bytes_text(self.memory_bytes),
             "launch_s": float(self.launch_s),
             **given_coefficients(KIND, self),
         }
+        if self.host_memory_bytes:
+            table["host_memory"] = _bytes_text(self.host_memory_bytes)
         if self.source:
             table["source"] = self.source
         if self.measured:
@@ -215,6 +224,11 @@ class Kind:
         )
 
 
+def _bytes_text(size: int) -> int | str:
+    gib, rest = divmod(size, 2**30)
+    return size if rest else f"{gib} GiB"
+
+
 def _in_times(points: Points, times: float) -> Points:
     return tuple((fraction, seconds * times) for fraction, seconds in points)
 
@@ -223,7 +237,13 @@ def _numbers_alone(kind: Kind) -> list[float | str]:
     """What a likeness is of, but as if no other device of the node worked, in a fixed order."""
     alone = kind.with_fewer(2, 1)
     found: list[float | str] = [alone.bytes_per_s, alone.memory_bytes, alone.launch_s]
-    found += [alone.compute_slowdown, alone.overhead_s]
+    found += [
+        alone.compute_slowdown,
+        alone.overhead_s,
+        alone.host_bytes_per_s,
+        alone.host_memory_bytes,
+        alone.memory_reserve,
+    ]
     for dtype, flops in sorted(alone.flops_per_s):
         found += [dtype, flops]
     for entry in sorted(alone.measured, key=lambda entry: entry.call):

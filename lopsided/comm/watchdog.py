@@ -229,6 +229,7 @@ class Watchdog:
         self._work = ""
         self.waited_s = 0.0  # by the main thread, in all
         self._beat = 0
+        self.explains: Callable[[BaseException], BaseException | None] = lambda error: None
         self._failure: Failure | None = None
         self._noticed_s = 0.0
         self._first: Position | None = None  # of rank 0, with which the store may go
@@ -633,9 +634,10 @@ def _keep(watch: Watchdog) -> None:
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             watches = list(_live)
+            error = next((said for each in watches if (said := each.explains(error)) is not None), error)
             for each in watches:
                 each._failed(error, trace)
-            before(kind, error, trace)
+            before(type(error), error, trace)
             for each in watches:
                 each._stay("seen", _STAY_S)
 

@@ -21,11 +21,8 @@ from lopsided.planner.search import Found
 from lopsided.planner.search_cost import Hidden
 from lopsided.schedule.memory import Holding
 from lopsided.schedule.pricing import PricedStep
-from lopsided.schedule.schedule import BUCKET_BYTES, Rerun
+from lopsided.schedule.schedule import BUCKET_BYTES, OnHost, Rerun
 from lopsided.schedule.timeline import Timeline
-
-MEMORY_IN_USE = 0.92
-"""How much of a device's memory a plan may fill: the rest is the driver's, the allocator's and the library's."""
 
 BETTER = 1 - 1e-3
 """By less than this, another pair is not worth the change."""
@@ -52,6 +49,7 @@ class Candidate:
     found: Found | None = None  # the search it comes from
     bucket_bytes: int = BUCKET_BYTES
     reruns: tuple[Rerun, ...] = ()
+    on_host: tuple[OnHost, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -129,7 +127,7 @@ def excess(candidate: Candidate) -> float:
 
 def memory_limits(cluster: Cluster) -> tuple[int, ...]:
     """Bytes that a plan may fill, for each kind."""
-    return tuple(max(int(kind.memory_bytes * MEMORY_IN_USE), 1) for kind in cluster.kinds)
+    return tuple(max(int(kind.memory_bytes * (1 - kind.memory_reserve)), 1) for kind in cluster.kinds)
 
 
 def speed_dtype(graph: Graph) -> str:

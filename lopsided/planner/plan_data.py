@@ -18,7 +18,7 @@ from lopsided.schedule.cost import Costs
 from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import PricedStep, price
 from lopsided.schedule.rounds import batch_size
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun, Schedule
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, OnHost, Rerun, Schedule
 
 INTERRUPTED = "interrupted"
 """How the note begins that says so."""
@@ -87,6 +87,7 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES  # of gradients and gathered parameters that are sent at a time
     stretch: int = 0  # at most so many nodes run as one compiled function
     reruns: tuple[Rerun, ...] = ()  # regions that run again in the backward pass in place of keeping what they save
+    on_host: tuple[OnHost, ...] = ()  # optimizer state in the memory of the host, by kind of device
     microbatches: int = 1  # the batch is computed in so many rounds; the graph and the program are those of one
 
     @property
@@ -111,6 +112,7 @@ class Plan:
             regather=self.regather,
             stretch=self.stretch,
             reruns=self.reruns,
+            on_host=self.on_host,
             microbatches=self.microbatches,
         )
 

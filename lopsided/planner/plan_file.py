@@ -55,7 +55,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Baseline, Breakdown, Plan, SearchReport
 from lopsided.planner.planner import predict
 from lopsided.schedule.cost import optimizer_named
-from lopsided.schedule.schedule import BUCKET_BYTES, Rerun, parse_rerun
+from lopsided.schedule.schedule import BUCKET_BYTES, OnHost, Rerun, parse_on_host, parse_rerun
 
 FORMAT = "lopsided-plan"
 VERSION = 1
@@ -68,7 +68,8 @@ PLAN_FILE = FileKind(
 )
 
 Predict = Callable[
-    [Program, Shares, Cluster, str, bool, int, tuple[Rerun, ...], int], tuple[float, Breakdown, tuple[int, ...]]
+    [Program, Shares, Cluster, str, bool, int, tuple[Rerun, ...], tuple[OnHost, ...], int],
+    tuple[float, Breakdown, tuple[int, ...]],
 ]
 
 _Stretch = Annotated[int, Key(least=0, most=10**6, rare=True)]
@@ -96,6 +97,7 @@ class _PredictionOf:
     regather: bool
     bucket_bytes: _BucketBytes = BUCKET_BYTES
     reruns: _Reruns = ()
+    on_host: _Reruns = ()
     microbatches: _Microbatches = 1
     figures: Line
     comparisons: Line
@@ -121,6 +123,7 @@ class _PlanFile:
     bucket_bytes: _BucketBytes = BUCKET_BYTES
     stretch: _Stretch = 0
     reruns: _Reruns = ()  # FIRST..LAST:LEVEL, and :KIND+KIND where not all kinds do
+    on_host: _Reruns = ()  # KIND:PERCENT
     microbatches: _Microbatches = 1  # rounds; the graph and the program are those of one
     notes: tuple[Line, ...]
     breakdown: Breakdown
@@ -181,6 +184,7 @@ def plan_text(plan: Plan) -> str:
         **_in_both(plan),
         devices=plan.devices,
         reruns=tuple(map(str, plan.reruns)),
+        on_host=tuple(map(str, plan.on_host)),
         shares={WORK: plan.shares.work, **dict(plan.shares.named)},
         cuts=tuple(_Cut(name or WORK, length, pieces) for name, length, pieces in plan.shares.cuts),
         program=lines_of(str(plan.program)),
@@ -211,6 +215,7 @@ def _prediction_of(plan: Plan) -> _PredictionOf:
         regather=plan.regather,
         bucket_bytes=plan.bucket_bytes,
         reruns=tuple(map(str, plan.reruns)),
+        on_host=tuple(map(str, plan.on_host)),
         microbatches=plan.microbatches,
         figures=_digest(json.dumps([plan.step_s, astuple(plan.breakdown), plan.memory_bytes])),
         comparisons=_digest(json.dumps(compared)),
@@ -245,11 +250,13 @@ def parse_plan(text: str, where: str = "plan", namespaces: Collection[str] = (),
         without_device=tuple(file.without_device.items()),
         without_node=tuple(file.without_node.items()),
         reruns=_reruns(file, on, root),
+        on_host=_on_host(file, on, root),
         **_in_both(file),
     )
-    if plan.reruns:
-        with root.located('"reruns"'):
-            _ = plan.schedule
+    for key in ("reruns", "on_host"):
+        if getattr(plan, key):
+            with root.located(f'"{key}"'):
+                _ = plan.schedule
     now, then = _prediction_of(plan), file.prediction_of
     edited = [field.name for field in fields(now) if getattr(now, field.name) != getattr(then, field.name)]
     return _predicted_anew(plan, edited, root, predict) if edited else plan
@@ -258,10 +265,21 @@ def parse_plan(text: str, where: str = "plan", namespaces: Collection[str] = (),
 def _reruns(file: _PlanFile, on: Cluster, root: Place) -> tuple[Rerun, ...]:
     with root.located('"reruns"'):
         found = tuple(map(parse_rerun, file.reruns))
-    if strangers := {kind for rerun in found for kind in rerun.kinds} - {*range(len(on.kinds))}:
-        what = f'"reruns" has a kind {max(strangers)}, and there are {len(on.kinds)} kinds of devices'
-        raise root.refuse(what, "count them from 0, in the order of the cluster")
+    _check_kinds({kind for rerun in found for kind in rerun.kinds}, "reruns", on, root)
     return found
+
+
+def _on_host(file: _PlanFile, on: Cluster, root: Place) -> tuple[OnHost, ...]:
+    with root.located('"on_host"'):
+        found = tuple(map(parse_on_host, file.on_host))
+    _check_kinds({one.kind for one in found}, "on_host", on, root)
+    return found
+
+
+def _check_kinds(named: set[int], key: str, on: Cluster, root: Place) -> None:
+    if strangers := named - {*range(len(on.kinds))}:
+        what = f'"{key}" has a kind {max(strangers)}, and there are {len(on.kinds)} kinds of devices'
+        raise root.refuse(what, "count them from 0, in the order of the cluster")
 
 
 def _subjects(file: _PlanFile, root: Place, namespaces: Collection[str]) -> tuple[Cluster, Cluster, Graph]:
@@ -347,7 +365,7 @@ def _predicted_anew(plan: Plan, edited: Sequence[str], root: Place, predict: Pre
     if dropped:
         shares = replace(shares, cuts=())
     with root.located("edited " + " and ".join(edited)):
-        how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.microbatches)
+        how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host, plan.microbatches)
         step_s, breakdown, memory = predict(program, shares, plan.on, *how)
     notes = [note for note in plan.notes if not note.startswith(EDITED)]
     notes += [f"{EDITED}: {words}" for words in _what_was_edited(edited, dropped)]

@@ -43,7 +43,7 @@ from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, OnHost, Rerun
 from lopsided.schedule.timeline import Timeline, run
 
 ABOUT = {
@@ -363,7 +363,7 @@ def _judge_known(pool: CandidatePool, known: Plan, cluster: Cluster) -> None:
         )
     program = parse_program(str(known.program), pool.graph)
     about = ("known", on, program, known.shares, known.regather)
-    pool.judge(*about, bucket_bytes=known.bucket_bytes, reruns=known.reruns)
+    pool.judge(*about, bucket_bytes=known.bucket_bytes, reruns=known.reruns, on_host=known.on_host)
 
 
 def _as_it_is(task: Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan:
@@ -372,7 +372,7 @@ def _as_it_is(task: Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan
     What each device is worth was believed only, and is left away.
     """
     on = belief.as_it_is(found.on)
-    how = (task.optimizer, found.regather, found.bucket_bytes, found.reruns, found.microbatches)
+    how = (task.optimizer, found.regather, found.bucket_bytes, found.reruns, found.on_host, found.microbatches)
     step_s, breakdown, memory = predict(found.program, found.shares, on, *how)
     left_out = ", ".join(name for name in ADDITIONS if name in task.without)
     return replace(
@@ -401,12 +401,14 @@ def predict(
     regather: bool,
     bucket_bytes: int = BUCKET_BYTES,
     reruns: tuple[Rerun, ...] = (),
+    on_host: tuple[OnHost, ...] = (),
     microbatches: int = 1,
 ) -> tuple[float, Breakdown, tuple[int, ...]]:
     """Seconds of a step of any program with any shares, where they go, and bytes on every device."""
     kept = optimizer_named(optimizer)
     costs, scale = Costs(program.graph, on, kept), Scale(on, shares)
-    schedule = lower(program, Decisions(bucket_bytes, regather=regather, reruns=reruns, microbatches=microbatches))
+    decisions = Decisions(bucket_bytes, regather=regather, reruns=reruns, on_host=on_host, microbatches=microbatches)
+    schedule = lower(program, decisions)
     timeline = run(price(schedule, costs), costs.network, scale)
     held = holdings(schedule, kept, devices=on.devices)
     return timeline.step_s, breakdown_of(timeline), _every_device(on, bytes_per_kind(held, scale))
@@ -464,6 +466,7 @@ def _answer(
         planning_s=seconds,
         bucket_bytes=best.bucket_bytes,
         reruns=best.reruns,
+        on_host=best.on_host,
         microbatches=pool.microbatches,
     )
 

@@ -46,16 +46,18 @@ from lopsided.planner.candidates import (
     stored_in,
 )
 from lopsided.planner.estimate import StepEstimate
+from lopsided.planner.host_state import StateOnHost, on_every_host
 from lopsided.planner.recompute import Recomputation, Span, blocks_of, on_every_kind
 from lopsided.planner.search import ChoiceSpace, Conversions, Found, Progress, search
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, RulePrices, Saves, SharePrices
 from lopsided.planner.segments import found_segments
 from lopsided.schedule.cost import Calls, Costs, Optimizer, Scale
 from lopsided.schedule.critical_path import FoldedStep
+from lopsided.schedule.host_state import host_bytes_per_kind, host_excess
 from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.memory import Holding, bytes_per_kind, check_fits, holdings
 from lopsided.schedule.pricing import PricedStep, price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun, Schedule
+from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, OnHost, Rerun, Schedule
 from lopsided.schedule.timeline import run
 
 _PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut
@@ -104,6 +106,7 @@ class CandidatePool:
         self.of_part: dict[str, Candidate] = {}  # the best on these devices, by their fingerprint
         self.learned: dict[str, Learned] = {}  # what searches found out about these devices
         self.tried: list[Candidate] = []  # until one fits
+        self.short_of_host: DoesNotFitError | None = None  # what had too little memory in a host
         self.too_small: list[Cluster] = []  # on which no program was found to fit
         self.leanest: list[tuple[Holding, ...]] = []  # what programs hold where only memory counts
         self.started = time.perf_counter()
@@ -116,9 +119,9 @@ class CandidatePool:
         self._calls = Calls(graph)
         self._costs: dict[str, Costs] = {}
         self._by_speed: dict[str, Shares] = {}
-        self._laid: dict[tuple[str, int, bool, int, tuple[Rerun, ...]], LoweredCandidate] = {}
-        self._lowered: dict[tuple[int, bool, int, tuple[Rerun, ...]], Schedule] = {}
-        self._held: dict[tuple[int, bool, int, tuple[Rerun, ...], int], tuple[Program, tuple[Holding, ...]]] = {}
+        self._laid: dict[tuple[str, int, bool, int, _Kept], LoweredCandidate] = {}
+        self._lowered: dict[tuple[int, bool, int, _Kept], Schedule] = {}
+        self._held: dict[tuple[int, bool, int, _Kept, int], tuple[Program, tuple[Holding, ...]]] = {}
         self._found: list[Program] = []  # the last few
         self._working: dict[str, np.ndarray] = {}
         self._saved: Saves = {}
@@ -135,13 +138,15 @@ class CandidatePool:
             raise DoesNotFitError("no program that keeps the pins was found", do="pin less")
         # Of those that use most devices, the one that comes nearest tells best what is missing.
         nearest = min(self.tried, key=lambda candidate: (-candidate.on.devices, excess(candidate)))
-        how = (nearest.regather, nearest.bucket_bytes, nearest.reruns)
+        how = (nearest.regather, nearest.bucket_bytes, nearest.reruns, nearest.on_host)
         held = self.laid_out(nearest.on, nearest.program, *how).held
         ways = ["its parameters cut and gathered for use"] if any(h.use == "gathered" for h in held) else []
         ways += ["what can be made again not kept"] if nearest.reruns else []
+        ways += ["optimizer state in host memory"] if nearest.on_host else []
         even = f"even with {' and '.join(ways)}, " if ways else ""
         what = f"no program was found that fits: {even}the one that comes nearest"
-        check_fits(held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on), what=what)
+        about = (held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on))
+        check_fits(*about, what=what, host=self.short_of_host)
         return nearest
 
     # Judging
@@ -163,14 +168,34 @@ class CandidatePool:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         reruns: tuple[Rerun, ...] = (),
+        on_host: tuple[OnHost, ...] = (),
     ) -> Candidate:
         """The candidate that a pair is; the best that fits is kept."""
-        laid, scale = self.laid_out(on, program, regather, bucket_bytes, reruns), Scale(on, shares)
+        laid, scale = self.laid_out(on, program, regather, bucket_bytes, reruns, on_host), Scale(on, shares)
         timeline = run(laid.priced, self.costs(on).network, scale)
         memory = bytes_per_kind(laid.held, scale)
         fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
+        too_much: DoesNotFitError | None = None
+        if on_host:
+            too_much = host_excess(on, host_bytes_per_kind(laid.priced.schedule, self.optimizer, scale))
+            fits = fits and too_much is None
+            self.short_of_host = self.short_of_host or too_much
         sort = (on.devices, laid.stored)
-        about = (name, on, program, shares, regather, timeline, memory, fits, sort, found, bucket_bytes, reruns)
+        about = (
+            name,
+            on,
+            program,
+            shares,
+            regather,
+            timeline,
+            memory,
+            fits,
+            sort,
+            found,
+            bucket_bytes,
+            reruns,
+            on_host,
+        )
         candidate = Candidate(*about)
         may_be_chosen = on.devices >= self.fewest_devices and self.limits.respected_by(program)
         if candidate.beats(self.best) and may_be_chosen:
@@ -179,12 +204,18 @@ class CandidatePool:
             self.of_sort[sort] = candidate
         if may_be_chosen and candidate.beats(self.of_part.get(on.fingerprint)):
             self.of_part[on.fingerprint] = candidate
-        if self.best is None and may_be_chosen:
+        if self.best is None and may_be_chosen and too_much is None:
             self.tried.append(candidate)
         return candidate
 
     def laid_out(
-        self, on: Cluster, program: Program, regather: bool, bucket_bytes: int, reruns: tuple[Rerun, ...] = ()
+        self,
+        on: Cluster,
+        program: Program,
+        regather: bool,
+        bucket_bytes: int,
+        reruns: tuple[Rerun, ...] = (),
+        on_host: tuple[OnHost, ...] = (),
     ) -> LoweredCandidate:
         """What does not depend on shares. The last few are remembered: each is judged with several."""
         # The step that works with most is that of the device with the largest share. About how many of them there are
@@ -193,34 +224,39 @@ class CandidatePool:
         fewest = sum(kind.devices * speed for kind, speed in zip(on.kinds, speeds, strict=True)) / max(speeds)
         fewest = _about(max(round(fewest), 1))
         # Neither depends on the cluster, so parts of it share them.
-        schedule = self._lower(program, regather, bucket_bytes, reruns)
+        kept = (reruns, on_host)
+        schedule = self._lower(program, regather, bucket_bytes, kept)
         held = _remembered(
             self._held,
-            (id(program), regather, bucket_bytes, reruns, fewest),
+            (id(program), regather, bucket_bytes, kept, fewest),
             lambda: (program, holdings(schedule, self.optimizer, devices=fewest)),
         )[1]
         return _remembered(
             self._laid,
-            (on.fingerprint, id(program), regather, bucket_bytes, reruns),
+            (on.fingerprint, id(program), regather, bucket_bytes, kept),
             lambda: LoweredCandidate(program, self._price(on, schedule), held, stored_in(program)),
         )
 
-    def _lower(self, program: Program, regather: bool, bucket_bytes: int, reruns: tuple[Rerun, ...]) -> Schedule:
+    def _lower(self, program: Program, regather: bool, bucket_bytes: int, kept: _Kept) -> Schedule:
         """A program is lowered once, and its buckets are filled anew for every size of them."""
 
         def make() -> Schedule:
             if bucket_bytes != BUCKET_BYTES:
-                return rebucketed(self._lower(program, regather, BUCKET_BYTES, reruns), bucket_bytes)
+                return rebucketed(self._lower(program, regather, BUCKET_BYTES, kept), bucket_bytes)
+            reruns, on_host = kept
             overlap = OVERLAP not in self.without
-            decisions = Decisions(regather=regather, overlap=overlap, reruns=reruns, microbatches=self.microbatches)
+            decisions = Decisions(
+                regather=regather, overlap=overlap, reruns=reruns, on_host=on_host, microbatches=self.microbatches
+            )
             return lower(program, decisions)
 
-        return _remembered(self._lowered, (id(program), regather, bucket_bytes, reruns), make)
+        return _remembered(self._lowered, (id(program), regather, bucket_bytes, kept), make)
 
     def _price(self, on: Cluster, schedule: Schedule) -> PricedStep:
         """What is computed costs the same with all sizes of buckets."""
         decisions = schedule.decisions
-        key = (on.fingerprint, id(schedule.program), decisions.regather, BUCKET_BYTES, decisions.reruns)
+        kept = (decisions.reruns, decisions.on_host)
+        key = (on.fingerprint, id(schedule.program), decisions.regather, BUCKET_BYTES, kept)
         if key in self._laid:
             return PricedStep(schedule, self._laid[key].priced.computed)
         return price(schedule, self.costs(on))
@@ -387,15 +423,17 @@ class CandidatePool:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         reruns: tuple[Rerun, ...] = (),
+        on_host: tuple[OnHost, ...] = (),
         polish: bool = False,
     ) -> Candidate | None:
         """The program with the best shares for it; None if none fit in memory. Polished, whole units fit better."""
         if len(on.kinds) == 1 and not any(name != STATE for name, _ in reference.named):
             # Devices alike have equal shares.
             equal = self.equal(on)
-            made = self.judge(name, on, program, equal, regather, found, bucket_bytes=bucket_bytes, reruns=reruns)
+            about = (name, on, program, equal, regather, found)
+            made = self.judge(*about, bucket_bytes=bucket_bytes, reruns=reruns, on_host=on_host)
             return made if made.fits else None
-        network, laid = self.costs(on).network, self.laid_out(on, program, regather, bucket_bytes, reruns)
+        network, laid = self.costs(on).network, self.laid_out(on, program, regather, bucket_bytes, reruns, on_host)
         self.balances += 1
         try:
             shares = balance(
@@ -411,10 +449,12 @@ class CandidatePool:
             ).shares
         except DoesNotFitError:
             return None
-        return self.judge(name, on, program, shares, regather, found, bucket_bytes=bucket_bytes, reruns=reruns)
+        about = (name, on, program, shares, regather, found)
+        return self.judge(*about, bucket_bytes=bucket_bytes, reruns=reruns, on_host=on_host)
 
     def made_to_fit(self, candidate: Candidate) -> Candidate | None:
-        """One that does not fit, with as much run again in the backward pass as it takes, and the best shares for that.
+        """One that does not fit, with as much run again in the backward pass, or optimizer state in host memory, as it
+        takes, and the best shares for that.
 
         None where nothing helps, or where it would not become the best of its devices: it takes no less time for that.
         """
@@ -429,18 +469,43 @@ class CandidatePool:
 
     def _recomputing(self, candidate: Candidate) -> Iterator[Candidate | None]:
         """What may come of it: more and more is freed until that is enough, also of what shares could make room for."""
+        schedule = self._lower(candidate.program, candidate.regather, candidate.bucket_bytes, ((), ()))
+        tried = Recomputation(self.blocks, candidate, schedule, self.costs(candidate.on))
+        yield from self._freeing(candidate, tried, None)
+        state = StateOnHost(candidate, self.optimizer)
+        if not state.kinds:
+            return
+        # Less runs again where state is in host memory. It pays where that alone does not take longer than the best.
+        best = self.of_part.get(candidate.on.fingerprint)
+        over = [
+            max(used - limit, 0.0) for used, limit in zip(candidate.memory, memory_limits(candidate.on), strict=True)
+        ]
+        least = self._less_kept(candidate, ((), state.freeing(_beyond(over, tried.cheaper_than(state.byte_s)))))
+        if best is None or least.step_s < best.step_s * _NEARLY:
+            yield from self._freeing(candidate, tried, state)
+
+    def _freeing(
+        self, candidate: Candidate, tried: Recomputation, state: StateOnHost | None
+    ) -> Iterator[Candidate | None]:
         on, limits = candidate.on, memory_limits(candidate.on)
-        schedule = self._lower(candidate.program, candidate.regather, candidate.bucket_bytes, ())
-        tried = Recomputation(self.blocks, candidate, schedule, self.costs(on))
+
+        def freeing(wanted: Sequence[float]) -> _Kept:
+            if state is None:
+                return tried.freeing(wanted), ()
+            on_host = state.freeing(_beyond(wanted, cheap))
+            return tried.freeing(_beyond(wanted, state.freed(on_host))), on_host
+
+        # What runs again for less than it takes to fetch state comes first.
+        cheap = tried.cheaper_than(state.byte_s) if state is not None else ()
         over = [max(used - limit, 0.0) for used, limit in zip(candidate.memory, limits, strict=True)]
-        seen: set[tuple[Rerun, ...]] = {()}
+        seen: set[_Kept] = {((), ())}
         wanted, made = over, candidate
         for _ in range(_MORE_FREED):
-            reruns = tried.freeing(wanted)
-            if reruns in seen:
+            kept = freeing(wanted)
+            if kept in seen:
                 break
-            seen.add(reruns)
-            made = self._with_reruns(candidate, reruns)
+            seen.add(kept)
+            made = self._less_kept(candidate, kept)
             yield self.again(made)
             if made.fits:
                 yield made
@@ -449,21 +514,21 @@ class CandidatePool:
             wanted = [w + more * _MARGIN for w, more in zip(wanted, left, strict=True)]
         if made.fits:
             for part in _PARTS[1:] if len(on.kinds) > 1 else ():
-                fewer = tried.freeing([size * part for size in wanted])
+                fewer = freeing([size * part for size in wanted])
                 if fewer not in seen:
                     seen.add(fewer)
-                    yield self.again(self._with_reruns(candidate, fewer))
+                    yield self.again(self._less_kept(candidate, fewer))
             return
         for reruns in tried.everything():
-            made = self._with_reruns(candidate, reruns)
+            made = self._less_kept(candidate, (reruns, state.everything() if state is not None else ()))
             yield made
             yield self.again(made)
             if made.fits:
                 return
 
-    def _with_reruns(self, candidate: Candidate, reruns: tuple[Rerun, ...]) -> Candidate:
+    def _less_kept(self, candidate: Candidate, kept: _Kept) -> Candidate:
         about = (candidate.name, candidate.on, candidate.program, candidate.shares, candidate.regather, candidate.found)
-        return self.judge(*about, bucket_bytes=candidate.bucket_bytes, reruns=reruns)
+        return self.judge(*about, bucket_bytes=candidate.bucket_bytes, reruns=kept[0], on_host=kept[1])
 
     @cached_property
     def blocks(self) -> tuple[Span, ...]:
@@ -481,6 +546,7 @@ class CandidatePool:
             candidate.found,
             bucket_bytes=candidate.bucket_bytes,
             reruns=candidate.reruns,
+            on_host=candidate.on_host,
             polish=polish,
         )
 
@@ -521,6 +587,7 @@ class CandidatePool:
             candidate.found,
             bucket_bytes=bucket_bytes or candidate.bucket_bytes,
             reruns=candidate.reruns,
+            on_host=candidate.on_host,
         )
 
     def bucket_on(self, on: Cluster) -> int:
@@ -537,7 +604,7 @@ class CandidatePool:
         """
         if candidate.on.devices == 1 or OVERLAP in self.without:
             return candidate.bucket_bytes
-        how = (candidate.regather, candidate.bucket_bytes, candidate.reruns)
+        how = (candidate.regather, candidate.bucket_bytes, candidate.reruns, candidate.on_host)
         laid = self.laid_out(candidate.on, candidate.program, *how)
         network, scale = self.costs(candidate.on).network, Scale(candidate.on, candidate.shares)
         steps: dict[int, float] = {}
@@ -587,7 +654,7 @@ class CandidatePool:
     def estimate(self, candidate: Candidate, whole: Cluster | None = None) -> StepEstimate:
         """What its program would take on parts of its devices, or of a whole cluster, whose kinds are others."""
         on = whole or candidate.on
-        how = (candidate.regather, candidate.bucket_bytes, on_every_kind(candidate))
+        how = (candidate.regather, candidate.bucket_bytes, on_every_kind(candidate), on_every_host(candidate, on))
         laid = self.laid_out(on, candidate.program, *how)
         return StepEstimate(FoldedStep(laid.priced, self.costs(on).network), laid.held, on)
 
@@ -614,6 +681,10 @@ class CandidatePool:
         return self._working[key]
 
 
+_Kept = tuple[tuple[Rerun, ...], tuple[OnHost, ...]]
+"""What is not kept where it would be: what runs again, and what is in host memory."""
+
+
 def _about(count: int) -> int:
     """A number, or, of large ones, the next smaller that ends in zeros.
 
@@ -622,6 +693,10 @@ def _about(count: int) -> int:
     """
     beyond = max(count.bit_length() - _BITS, 0)
     return count >> beyond << beyond
+
+
+def _beyond(wanted: Sequence[float], freed: Sequence[float]) -> list[float]:
+    return [max(size - less, 0.0) for size, less in zip(wanted, freed, strict=True)]
 
 
 def _has_room(part: Cluster, held: Sequence[Holding]) -> bool:

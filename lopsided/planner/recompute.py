@@ -12,6 +12,7 @@ says, and as long as that is too much, more is freed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -137,6 +138,13 @@ class Recomputation:
             fractions = self.scale.fractions(cost.cut)
             total = [t + affine.at(f) for t, affine, f in zip(total, cost.forward, fractions, strict=True)]
         return tuple(total)
+
+    def cheaper_than(self, byte_s: Mapping[int, float]) -> tuple[float, ...]:
+        """Bytes on each kind that reruns free for less than so many seconds a byte; where none are given, all."""
+        return tuple(
+            sum(one.freed[k] for one in self.choices if one.freed[k] > 0 and one.price(k) < byte_s.get(k, math.inf))
+            for k in self.kinds
+        )
 
     def freeing(self, wanted: Sequence[float]) -> tuple[Rerun, ...]:
         """The cheapest reruns that free so many bytes on each kind, or as many as there are."""

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from lopsided.calibration.calibrate import DRY_RUN, Expected, ObservedCalls, Scope
 from lopsided.calibration.comparison import expected_calls, without_overhead
 from lopsided.cluster.cluster import Cluster
+from lopsided.cluster.coefficients import KIND, coefficient
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link
 from lopsided.comm.communicator import Communicator
@@ -200,6 +201,27 @@ def _below(name: str, graph: Graph) -> int:
 
 
 # What to run
+
+_LIBRARIES = 0.03
+"""The part of a GPU's memory that libraries take for themselves, beside tensors: assumed."""
+
+
+def forget_peaks(device: torch.device) -> None:
+    """What comes is a step alone, in memory without gaps."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_reserve(device: torch.device) -> float:
+    """The part of its memory that a plan should leave free, after dry runs: how much more the allocator took at its
+    peak than tensors had, and what libraries take. Of a device that has no such allocator, what is usual."""
+    row = coefficient(KIND, "memory_reserve")
+    taken = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+    if not taken or row.default is None:
+        return row.default or 0.0
+    return row.clamp(1 - torch.cuda.max_memory_allocated(device) / taken + _LIBRARIES)
+
 
 # A dry run is made only where memory has 1.2 times what it is predicted to hold: allocators leave gaps.
 _ROOM = 1.2

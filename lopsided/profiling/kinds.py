@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from lopsided.cluster.coefficients import KIND, coefficient
 from lopsided.cluster.devices import Kind, Measured
 from lopsided.comm.recorder import hardware_of
 from lopsided.profiling.noise import noise, typical
@@ -36,18 +37,27 @@ class RankHost:
     boot: str  # machines may be called alike
     hardware: str
     gpu: str  # its serial number; "" for a CPU
-    memory_bytes: int  # of the GPU, or what is left of the host's
+    memory_bytes: int  # of the GPU or the host, what no other program holds
     speeds: Speeds
+    host_bytes_per_s: float = 0.0  # between the GPU and its host's memory
+    host_memory_bytes: int = 0  # what is left of it
 
 
-def seat_of(device: torch.device, speeds: Speeds) -> RankHost:
+def seat_of(device: torch.device, speeds: Speeds, host_bytes_per_s: float = 0.0) -> RankHost:
     boot = Path("/proc/sys/kernel/random/boot_id")
     identity = boot.read_text().strip() if boot.is_file() else ""
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         serial = str(getattr(facts, "uuid", torch.cuda.current_device() if device.index is None else device.index))
-        return RankHost(platform.node(), identity, facts.name, serial, facts.total_memory, speeds)
+        about = (platform.node(), identity, facts.name, serial, _free_on_gpu(device), speeds)
+        return RankHost(*about, host_bytes_per_s, free_memory())
     return RankHost(platform.node(), identity, hardware_of(device), "", free_memory(), speeds)
+
+
+def _free_on_gpu(device: torch.device) -> int:
+    """What no other program holds of a GPU: what is free, and what this process has taken of it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) + int(torch.cuda.memory_reserved(device))
 
 
 def free_memory() -> int:
@@ -122,8 +132,11 @@ def kinds_of(
     compute_slowdowns: Sequence[float],
     overheads: Sequence[float],
     contentions: Sequence[float] = (),
+    reserves: Sequence[float] = (),
 ) -> tuple[Kind, ...]:
-    """Runs of ranks that are alike. Without `contentions` nobody is taken to crowd anyone."""
+    """Runs of ranks that are alike. Without `contentions` nobody is taken to crowd anyone, and without `reserves` the
+    usual part of memory is left free."""
+    usual = coefficient(KIND, "memory_reserve").default or 0.0
     # Only what all have measured: else one device would be priced by a clock and another by an estimate.
     keys = [key for key in found[0] if all(key in table for table in found)]
     rates = paces(seats, found, jobs)
@@ -152,6 +165,9 @@ def kinds_of(
             statistics.fmean(compute_slowdowns[rank] for rank in run),
             statistics.fmean(overheads[rank] for rank in run),
             statistics.fmean(contentions[rank] for rank in run) if contentions else 1.0,
+            max(reserves[rank] for rank in run) if reserves else usual,
+            statistics.fmean(seats[rank].host_bytes_per_s for rank in run),
+            min(seat.host_memory_bytes for seat in seats if _same_host(seat, seats[run[0]])) // 2**20 * 2**20,
         )
         for run, name in zip(runs, names, strict=True)
     )
@@ -166,6 +182,10 @@ def paces(seats: Sequence[RankHost], found: Sequence[Found], jobs: Sequence[OpJo
         sum(job.distinct.times * (table[job.key].forward_s + (table[job.key].backward_s or 0.0)) for job in common)
         for table in found
     ]
+
+
+def _same_host(one: RankHost, other: RankHost) -> bool:
+    return (one.host, one.boot) == (other.host, other.boot)
 
 
 def _same_place(one: RankHost, other: RankHost) -> bool:

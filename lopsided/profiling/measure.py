@@ -36,8 +36,11 @@ from lopsided.profiling.dry_run import (
     StepMeasurements,
     StepTimings,
     agreed,
+    forget_peaks,
+    memory_reserve,
     packing,
 )
+from lopsided.profiling.host_link import measure_host_link
 from lopsided.profiling.kinds import (
     Found,
     RankHost,
@@ -186,6 +189,7 @@ def take_measurement(
         got = devices.calm[council.rank].got
         looks = None if dry is None else StepTimings(dry, device, council, got, budget_s)
         if looks is not None:
+            forget_peaks(device)
             looks.take(LOOKS_BEFORE)
         fits: tuple[Fit, ...] = ()
         slowdowns: tuple[float, ...] = (0.0,) * ranks
@@ -199,9 +203,10 @@ def take_measurement(
         if looks is not None:
             looks.take(LOOKS_AFTER)
             steps = looks.tell(seats)
+        reserves = () if looks is None else cast(Sequence[float], council.hear(memory_reserve(device)))
         devices, rehearsed = _calibrated(devices, steps)
         contentions = _contentions(graphs, device, council, devices, steps, _CONTENTION_PART * budget_s)
-        kinds = kinds_of(seats, devices.found, devices.jobs, slowdowns, devices.overheads, contentions)
+        kinds = kinds_of(seats, devices.found, devices.jobs, slowdowns, devices.overheads, contentions, reserves)
         cluster = replace(cluster, kinds=kinds)
         if dry is not None and steps.observed and world is not None:
             cluster = replace(cluster, packing=packing(dry, cluster, world))
@@ -264,7 +269,7 @@ def _measure_devices(
     wanted = tuple(dict.fromkeys((*speed_dtypes(graphs), *dtypes)))
     speeds = measure_speeds(wanted, device, _SPEEDS_PART * budget_s)
     council.meet(load)
-    seats = cast(list[RankHost], council.hear(seat_of(device, speeds)))
+    seats = cast(list[RankHost], council.hear(seat_of(device, speeds, measure_host_link(device))))
     room = min(memory_of(seat, seats) for seat in seats)
     # Alone there is nothing to send, and more time to compute.
     part = _OPS_PART + (LINKS_PART + BESIDE_PART if len(seats) == 1 else 0.0)

@@ -172,7 +172,7 @@ _GLANCES = 3  # before something is called changed: a busy moment is none
 _SPEED_OFF, _LINK_OFF = 1.4, 2.0  # times as fast or as slow: not the same hardware any more
 _MORE = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-_MEASURED_AS = 5
+_MEASURED_AS = 6
 """Raised when what is measured changes: what was remembered before says nothing then."""
 
 

@@ -105,6 +105,8 @@ def _facts(plan: Plan) -> Iterator[tuple[_Fact, str]]:
     yield _Fact("options", "optimizer"), plan.optimizer
     yield _Fact("options", "parameters gathered again"), "yes" if plan.regather else "no"
     yield _Fact("options", "blocks that run again"), str(len(plan.reruns))
+    where = [f"{one.percent} % on {plan.on.kinds[one.kind].name}" for one in plan.on_host]
+    yield _Fact("options", "state in host memory"), ", ".join(where) or "none"
     yield _Fact("options", "rounds of the batch"), str(plan.microbatches)
     yield _Fact("options", "sent at a time"), bytes_text(plan.bucket_bytes)
     yield _Fact("devices", "devices used"), str(len(plan.devices))

@@ -55,6 +55,8 @@ from lopsided.report.table import (
     text_lines,
     times,
 )
+from lopsided.schedule.cost import Scale, optimizer_named
+from lopsided.schedule.host_state import host_bytes_per_kind
 from lopsided.schedule.schedule import LEVELS, GatherBucket
 
 _UNLIMITED = 10**6  # columns: what `--full` prints is not cut off
@@ -319,6 +321,7 @@ def breakdown_table(plan: Plan) -> Table:
     if plan.regather:
         notes.append("gathered parameters are freed after use and gathered again in the backward pass")
     notes += rerun_lines(plan)
+    notes += host_lines(plan)
     if not sends_in_usual_buckets(plan) and plan.on.devices > 1:
         notes.append(f"parameters and gradients are sent {bytes_text(plan.bucket_bytes)} at a time")
     columns = (Column(), Column(unit=seconds_text), Column(unit=percent), Column())
@@ -358,6 +361,19 @@ def rerun_lines(plan: Plan) -> list[str]:
         on = f" on {' and '.join(plan.on.kinds[k].name for k in kinds)}" if kinds else ""
         blocks = f"{count} block{'s' if count > 1 else ''} of the model"
         found.append(f"of {blocks}, {words[level]} runs again in the backward pass in place of being kept{on}")
+    return found
+
+
+def host_lines(plan: Plan) -> list[str]:
+    """How much optimizer state devices keep in the memory of their hosts, and what that takes."""
+    if not plan.on_host:
+        return []
+    kept = host_bytes_per_kind(plan.schedule, optimizer_named(plan.optimizer), Scale(plan.on, plan.shares))
+    found = []
+    for one in plan.on_host:
+        kind = plan.on.kinds[one.kind]
+        size = f"{bytes_text(kept[one.kind])}{' each' if kind.devices > 1 else ''}"
+        found.append(f"{kind.name} keeps {size} of optimizer state in the memory of its host, fetched for every update")
     return found
 
 
@@ -483,6 +499,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "regather": plan.regather,
         "bucket_bytes": plan.bucket_bytes,
         "reruns": [str(rerun) for rerun in plan.reruns],
+        "on_host": [str(one) for one in plan.on_host],
         "microbatches": plan.microbatches,
         "step_s": plan.step_s,
         "breakdown": asdict(plan.breakdown),

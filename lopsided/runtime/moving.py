@@ -30,6 +30,7 @@ from lopsided.runtime.agreement import cuts_of, in_group_order
 from lopsided.runtime.checkpoint.optimizer_state import State, number_of, optimizer_kept
 from lopsided.runtime.checkpoint.tensor_file import DTYPES
 from lopsided.runtime.control_plane import accord_of
+from lopsided.runtime.host_state import is_on_host, on_host
 from lopsided.runtime.piece_tensors import PieceParameter, plain, plain_gradient
 from lopsided.runtime.pieces import Piece, piece_of
 
@@ -51,7 +52,7 @@ def with_shares(plan: Plan, work: tuple[float, ...], note: str = "") -> Plan:
     # What was settled to the unit of the state's cuts stays settled.
     cuts = tuple(cut for cut in before.cuts if cut[0] == STATE)
     shares = Shares(work, tuple(named), cuts)
-    how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.microbatches)
+    how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host, plan.microbatches)
     step_s, breakdown, memory = predict(plan.program, shares, plan.on, *how)
     over = [d for d, most in enumerate(memory_limits(plan.on)) if memory[d] > most]
     if over:
@@ -83,6 +84,8 @@ def check_movable(pm: Parallel, plan: Plan) -> None:
     why = ""
     if str(plan.program) != str(pm.plan.program):
         why = "its program is another one"
+    elif plan.on_host != pm.plan.on_host:
+        why = "it keeps other optimizer state in host memory"
     elif plan.on.devices != pm.plan.on.devices or len(pm.world.ranks) < pm.world.size:
         why = "it is for other devices, or some process has no device"
     elif pm.recording is not None and not pm.recording.is_done:
@@ -153,7 +156,7 @@ def _move(pm: Parallel, old: Piece, new: Piece, local: Tensor | None, dtype: tor
     shapes = [old.placement.local_shape(old.shape, old.counts, rank) for rank in range(len(old.counts))]
     counts = [math.prod(shape) for shape in shapes]
     device = pm.world.device
-    mine = torch.empty(0, dtype=dtype, device=device) if local is None else local.reshape(-1).contiguous()
+    mine = torch.empty(0, dtype=dtype, device=device) if local is None else local.to(device).reshape(-1).contiguous()
     flat = pm.wire.all_gather(mine, counts, what=f"{old.name}, moved").wait()
     whole = old.join([part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)])
     return new.take(whole).clone(memory_format=torch.contiguous_format)
@@ -177,7 +180,7 @@ def _give_state(
         state = optimizer.state[parameter]
         for key, form in told[name].items():
             if (tensor := moved.get(f"optimizer.{name}.{key}")) is not None:
-                state[key] = tensor
+                state[key] = on_host(tensor) if is_on_host(parameter) else tensor
             elif key not in state and "number" in form:
                 # A rank that had no elements counted no steps.
                 state[key] = number_of(form, key, "replan").to(DTYPES[str(form["dtype"])])

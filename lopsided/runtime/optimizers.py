@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lopsided.runtime.handover import adopt_parameters
+from lopsided.runtime.host_state import closure_is_done, end_failed_steps, is_under_way, step_in_slices, watch_steps
 from lopsided.runtime.piece_tensors import step_begins, step_ends
 from lopsided.runtime.pieces import Piece
 
@@ -76,6 +77,8 @@ def watch_optimizers(pm: Cut) -> None:
 def _check(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if is_under_way(optimizer):
+        return None
     if optimizer not in _holds:
         adopt_parameters(optimizer)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -86,6 +89,7 @@ def _check(
         for pm in found:
             own = dict(pm.named_parameters())
             _check_with(optimizer, pm, {id(own[name]): name for name in own if _is_in_pieces(pm.pieces.get(name))})
+    watch_steps(optimizer, is_sliceable=lambda: is_sliceable(optimizer))
     if not any(map(callable, (*args, *kwargs.values()))):
         _begin(optimizer)
         return None
@@ -112,8 +116,10 @@ def _outside(optimizer: Optimizer, given: Any) -> Any:
 
     def closure(*args: Any, **kwargs: Any) -> Any:
         step_ends()
+        end_failed_steps()  # or one whose closure is called again
         found = given(*args, **kwargs)
         _begin(optimizer)
+        closure_is_done(optimizer)
         return found
 
     return closure
@@ -121,6 +127,8 @@ def _outside(optimizer: Optimizer, given: Any) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _tell(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if is_under_way(optimizer):
+        return
     step_ends()
     for pm in _holds.get(optimizer, ()):
         pm.after_step(optimizer)
@@ -220,8 +228,18 @@ def _trained_in_pieces(
 def _trained(
     kind: type[Optimizer], defaults: dict[str, Any], options: dict[str, Any], start: Tensor, gradients: Sequence[Tensor]
 ) -> Tensor:
-    torch.default_generator.manual_seed(0)
     parameter = nn.Parameter(start.clone())
+    optimizer = _made(kind, defaults, options, [parameter])
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+def _made(
+    kind: type[Optimizer], defaults: dict[str, Any], options: dict[str, Any], parameters: Sequence[nn.Parameter]
+) -> Optimizer:
+    torch.default_generator.manual_seed(0)
     takes = inspect.signature(kind).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
     defaults, options = (
@@ -229,8 +247,39 @@ def _trained(
     )
     # Some optimizers keep among their defaults what their constructor does not take.
     given = {name: value for name, value in defaults.items() if anything or name in takes}
-    optimizer = kind([{"params": [parameter], **options}], **given)
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        optimizer.step()
-    return parameter.detach()
+    return kind([{"params": [*parameters], **options}], **given)
+
+
+def is_sliceable(optimizer: Optimizer) -> bool:
+    """Whether it may update some parameters after the others, with the options it has: tried, as `is_elementwise` is.
+
+    One that looks at all of them together, or counts steps where nobody knows of it, may not.
+    """
+    kind, defaults = type(optimizer), dict(optimizer.defaults)
+    options = {
+        name: value for name, value in optimizer.param_groups[0].items() if name not in ("params", "param_names")
+    }
+    draw = torch.Generator("cpu").manual_seed(0)
+    start = [torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu") for shape in ((4, 6), (5, 3))]
+    gradients = [
+        [scale * torch.randn(p.shape, generator=draw, dtype=torch.float64) for p in start] for scale in _SCALES
+    ]
+
+    def trained(*, sliced: bool) -> list[Tensor]:
+        parameters = [nn.Parameter(values.clone()) for values in start]
+        made = _made(kind, defaults, options, parameters)
+        for given in gradients:
+            for parameter, gradient in zip(parameters, given, strict=True):
+                parameter.grad = gradient.clone()
+            if sliced:
+                step_in_slices(made, [[parameter] for parameter in parameters])
+            else:
+                made.step()
+        return [parameter.detach() for parameter in parameters]
+
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            return all(map(torch.equal, trained(sliced=True), trained(sliced=False)))
+    except Exception:  # whatever an optimizer of a stranger may raise
+        return False

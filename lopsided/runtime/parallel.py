@@ -75,11 +75,13 @@ from lopsided.runtime.buffers import Buffers
 from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
 from lopsided.runtime.first_values import take_first_values
 from lopsided.runtime.handover import hand_over
+from lopsided.runtime.host_state import end_failed_steps, keep_on_host
 from lopsided.runtime.initial import initialise
 from lopsided.runtime.inputs import Inputs
 from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.moving import take_shares
 from lopsided.runtime.optimizers import watch_optimizers
+from lopsided.runtime.out_of_memory import explain
 from lopsided.runtime.output_rounds import outputs_of_rounds
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.paced import Paced, check_replan
@@ -249,6 +251,7 @@ class Parallel(nn.Module):
         self._side = side_group(world, timeout_s)
         self.watch = Watchdog(world, default_store(), timeout_s, side=self._side)
         weakref.finalize(self, self.watch.stop)
+        self.watch.explains = partial(explain, weakref.ref(self))
         self.wire = Communicator(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
         self.pieces = self._take_pieces(model, init, seed)
         self._form, self._programs = self._no_programs()
@@ -343,6 +346,11 @@ class Parallel(nn.Module):
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
         self._adopted = Adopted(self, pieces, model)
+        if self.world.takes_part and self.plan.on_host:
+            kind = kinds_in_group_order(self.plan, self.world)[self.world.place]
+            away = {update.parameter for update in self.plan.schedule.update if kind in update.on_host}
+            targets = [leaf.target for leaf in self.plan.graph.parameters if leaf.value.name in away]
+            keep_on_host(self._adopted.by_name[target] for target in targets)
         save_whole(model, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
@@ -759,6 +767,7 @@ class Parallel(nn.Module):
 
     def _begin_step(self) -> None:
         step_ends()  # of an optimizer whose step has failed
+        end_failed_steps()
         self._last_loss.check()
         self._adopted.check(self.world.device, self._here())
         self._forwards += 1

@@ -199,6 +199,11 @@ class _Memory:
         return max(_status("VmHWM") - self._base, 0) if self._base >= 0 else 0
 
 
+def most_held(device: torch.device) -> int:
+    """The most that this process has held on a device; on the host, all of it."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _status("VmHWM")
+
+
 def _status(key: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):

@@ -13,7 +13,8 @@ them in: how large the pieces of each kind are.
     around every op           + overhead, forward and backward                             `Costs.overheads`
     around a conversion       + overhead + packing · 2 · bytes / bytes_per_s, if measured   `Costs.packing`
     seconds of a transfer     those of the cheapest way                                    `transfer_s`
-    seconds of an update      measured(f), where the kind has measured the optimizer;
+    seconds of an update      + state / host_bytes_per_s there and back, if in host memory  `Costs.fetched`
+                              measured(f), where the kind has measured the optimizer;
                               launch / 30 + bytes moved(f) / bytes_per_s otherwise         `Costs.update`
 
 A maximum of two affine functions is not affine. Which side of the roof binds is decided at shares by speed, near which
@@ -335,6 +336,17 @@ class Costs:
                 self._update(kind, table, *key) for kind, table in zip(self.cluster.kinds, self._tables, strict=True)
             )
         return seconds
+
+    def fetched(self, leaf: Leaf, placement: Placement) -> tuple[Affine, ...]:
+        """What it takes more to update a parameter so, per kind, where its state is in host memory: it is fetched, and
+        taken back."""
+        found = []
+        for kind in self.cluster.kinds:
+            # Where host memory is the device's own, it is read and written there.
+            per_s = kind.host_bytes_per_s or kind.bytes_per_s / 2
+            seconds = 2 * self.optimizer.state * leaf.value.bytes / per_s
+            found.append(Affine(0.0, seconds) if placement.is_shard else Affine(seconds, 0.0))
+        return tuple(found)
 
     def _update(self, kind: Kind, table: Mapping[str, Measured], size: int, dtype: str, is_cut: bool) -> Affine:
         if not size:

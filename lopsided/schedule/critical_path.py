@@ -323,6 +323,8 @@ class MemoryRows:
     """What devices hold, by what cuts it, and what each kind has room for."""
 
     def __init__(self, cluster: Cluster, holdings: Sequence[Holding], limits: Sequence[float]) -> None:
+        # What is fetched for the update comes when activations have gone: it takes their room.
+        holdings = tuple(holding for holding in holdings if holding.use != "streamed")
         self.cluster, self.holdings, self.limits = cluster, holdings, tuple(limits)
         self.counts = tuple(kind.devices for kind in cluster.kinds)
         nothing = (0,) * len(self.counts)

@@ -37,6 +37,7 @@ from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program, Step
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
+from lopsided.schedule.host_state import kept_on_host
 from lopsided.schedule.regions import regions_of
 from lopsided.schedule.schedule import (
     Bucket,
@@ -112,8 +113,9 @@ class _Lowering:
         self.groups = list(self._grouped())
         forward = buckets.filled([*(item for group in self.groups for item in self._run_together(group)), *self.ends])
         backward = buckets.filled(list(self._backward()))
+        from_host = kept_on_host(program, self.decisions.on_host)
         update = tuple(
-            Update(f"update {name}", name, placement)
+            Update(f"update {name}", name, placement, from_host.get(name, ()))
             for name, placement in program.leaves
             if name in self.parameters and program.graph.values[name].grad
         )

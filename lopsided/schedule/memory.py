@@ -14,6 +14,9 @@ In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whol
     gathered copies             of parameters: all of them until the backward pass, or,
                                 regathered, the largest two at once; of a checkpointed
                                 region all, but of one region at a time                    `_gathered`
+    streamed                    optimizer state that is in host memory, while it is here for
+                                the update: of the largest slice, and nothing that is saved
+                                or at work is there any more                               `_streamed`
     waiting                     gradients of gathered parameters, whole, until a bucket of
                                 them is full                                               `_waiting`
     between rounds              sums of gradients that the last round sends, and the rows
@@ -45,9 +48,21 @@ from lopsided.ir.program import Chain, Step
 from lopsided.ops.op import Call
 from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
+from lopsided.schedule.host_state import slice_bytes
 from lopsided.schedule.schedule import Redistribute, ReduceBucket, Schedule
 
-USES = ("parameter", "gradient", "optimizer", "buffer", "saved", "recomputed", "gathered", "waiting", "working")
+USES = (
+    "parameter",
+    "gradient",
+    "optimizer",
+    "buffer",
+    "saved",
+    "recomputed",
+    "gathered",
+    "waiting",
+    "working",
+    "streamed",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +158,17 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
     placed = dict(program.leaves)
     found: list[Holding] = []
     used = {name for node in program.graph.nodes for name in node.operands}
+    away = {update.parameter: Kinds(frozenset(update.on_host)) for update in schedule.update if update.on_host}
     for leaf in program.graph.leaves:
         held = stored(leaf, placed[leaf.value.name], optimizer)
+        if (here := away.get(leaf.value.name)) is not None:
+            held = tuple(replace(one, on=here) if one.use == "optimizer" else one for one in held)
         # What nobody uses never has a gradient, and so no state.
         found += held if leaf.value.name in used else (one for one in held if one.use not in ("gradient", "optimizer"))
     found += _gathered(schedule)
     found += _waiting(schedule)
     found += _between_rounds(schedule)
+    found += _streamed(schedule, optimizer, 1 / devices)
     for on in _kinds_apart(schedule):
         copies, stretches = _Copies.of_schedule(schedule), list(_stretches(schedule, on))
         held = (*_saved(schedule, stretches, copies), *_working(schedule, stretches, copies, placed, 1 / devices))
@@ -186,12 +205,35 @@ def bytes_per_kind(held: Sequence[Holding], scale: Scale) -> tuple[int, ...]:
     """Bytes on the fullest device of each kind."""
     kinds = range(len(scale.cluster.kinds))
     saved = _added_up([h for h in held if h.use == "saved"], scale)
-    rest = _added_up([h for h in held if h.use not in ("saved", "waiting")], scale)
+    rest = _added_up([h for h in held if h.use not in ("saved", "waiting", "streamed")], scale)
+    streamed = any(h.use == "streamed" for h in held)
+    updating = _added_up([h for h in held if h.use in _AT_UPDATE], scale) if streamed else [0.0 for _ in kinds]
     # Going backward, gradients gather in a bucket and activations go. Either there is most at the start, or when the
     # bucket is full.
     waiting = [h for h in held if h.use == "waiting"]
     more = [sum(h.bytes * max(1 - saved[k] / h.of, 0.0) for h in waiting) for k in kinds]
-    return tuple(round(saved[k] + rest[k] + more[k]) for k in kinds)
+    return tuple(round(max(saved[k] + rest[k] + more[k], updating[k])) for k in kinds)
+
+
+_AT_UPDATE = ("parameter", "gradient", "optimizer", "buffer", "streamed")
+"""What is there while the optimizer updates: nothing that is saved or at work is any more."""
+
+
+def _streamed(schedule: Schedule, optimizer: Optimizer, even: float) -> Iterator[Holding]:
+    """On devices whose state is in host memory, the largest slice of it that is fetched: of one large parameter, or of
+    several small ones. And as much again, which an update of so much works with."""
+    values = schedule.program.graph.values
+    for k in {k: None for update in schedule.update for k in update.on_host} if optimizer.state else ():
+        fetched = [(values[one.parameter], one.placement) for one in schedule.update if k in one.on_host]
+        parts = [(optimizer.state * value.bytes, cut_of(placement, value.shape)) for value, placement in fetched]
+        sizes = [size if cut is None else size * even for size, cut in parts]
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        on = Kinds(frozenset((k,)), others=False)
+        yield Holding(
+            f"state of {fetched[largest][0].name}", "streamed", 2 * parts[largest][0], parts[largest][1], on=on
+        )
+        if (more := round(slice_bytes(sum(sizes)) - sizes[largest])) > 0:
+            yield Holding("state of small parameters", "streamed", 2 * more, None, on=on)
 
 
 def _added_up(held: Sequence[Holding], scale: Scale) -> list[float]:
@@ -595,11 +637,18 @@ def _remedies(by_use: Mapping[str, float], missing: float, text: str) -> str:
 
 
 def check_fits(
-    held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None, *, what: str = "the program"
+    held: Sequence[Holding],
+    scale: Scale,
+    limits: Sequence[int] | None = None,
+    *,
+    what: str = "the program",
+    host: DoesNotFitError | None = None,
 ) -> None:
-    """Refuse what does not fit, in words."""
-    if (error := describe_excess(held, scale, limits, what=what)) is not None:
-        raise error
+    """Refuse what does not fit, in words; and say what else did not fit in the memory of a host."""
+    error = describe_excess(held, scale, limits, what=what)
+    if error is not None:
+        facts = error.facts if host is None else error.facts | {"host": host.what}
+        raise DoesNotFitError(error.what, where=error.where, do=error.do, **facts)
 
 
 def _more(kind: Kind) -> str:

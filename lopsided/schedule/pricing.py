@@ -73,6 +73,9 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
     for update in schedule.update:
         leaf = leaves[update.parameter]
         seconds = costs.update(leaf, update.placement)
+        if update.on_host:
+            both = zip(seconds, costs.fetched(leaf, update.placement), strict=True)
+            seconds = tuple(s + more if k in update.on_host else s for k, (s, more) in enumerate(both))
         cut = cut_of(update.placement, leaf.value.shape)
         found[update.id] = Computed(update.id, update.parameter, "backward", seconds, cut)
     return PricedStep(schedule, found)

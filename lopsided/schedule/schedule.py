@@ -90,6 +90,34 @@ def parse_rerun(text: str) -> Rerun:
 
 
 @dataclass(frozen=True, slots=True)
+class OnHost:
+    """Devices of a kind keep optimizer state in the memory of their host, and fetch it for the update.
+
+    That of the first trained parameters, in the order of the graph, which together have so many percent of all bytes.
+    """
+
+    kind: int
+    percent: int = 100
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.percent}"
+
+
+_ON_HOST = re.compile(r"(\d{1,4}):(\d{1,3})")
+
+
+def parse_on_host(text: str) -> OnHost:
+    """The decision that prints as `text`."""
+    match = _ON_HOST.fullmatch(text)
+    if match is None or not 1 <= int(match[2]) <= 100:
+        raise ProgramError(
+            f"{text[:80]!r} does not say whose optimizer state is in host memory",
+            do="write KIND:PERCENT, the number of a kind of devices and 1 to 100",
+        )
+    return OnHost(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True, slots=True)
 class Decisions:
     """What is chosen beside the program and the shares. Whole numbers and yes or no, so that they print and parse."""
 
@@ -100,14 +128,20 @@ class Decisions:
     overlap: bool = True  # buckets travel behind computing; otherwise everyone waits for them
     stretch: int = 0  # at most so many nodes, between two communications, run as one function; 0: each by itself
     reruns: tuple[Rerun, ...] = ()  # beside those that the model checkpoints, in the order of the program
+    on_host: tuple[OnHost, ...] = ()  # optimizer state in the memory of the host, by kind of device
     microbatches: int = 1  # rounds of the two passes, each of as many rows of the batch; the program is that of one
 
     def __str__(self) -> str:
         usual = Decisions()
         rare = {name for name in ("stretch", "microbatches") if getattr(self, name) == getattr(usual, name)}
-        numbers = [f for f in fields(self) if f.name != "reruns" and f.name not in rare]
+        numbers = [f for f in fields(self) if f.name not in _LISTED and f.name not in rare]
         told = [f"{field.name}={int(getattr(self, field.name))}" for field in numbers]
-        return " ".join([*told, *([f"reruns={','.join(map(str, self.reruns))}"] if self.reruns else [])])
+        listed = ((name, getattr(self, name)) for name in _LISTED)
+        return " ".join([*told, *(f"{name}={','.join(map(str, one))}" for name, one in listed if one)])
+
+
+_LISTED = ("reruns", "on_host")
+"""The decisions that are lists, of what prints without a space."""
 
 
 # Items
@@ -221,11 +255,15 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The optimizer updates what this device stores of a parameter."""
+    """The optimizer updates what this device stores of a parameter.
+
+    Devices of the kinds `on_host` fetch its state from the memory of their host for that, and take it back there.
+    """
 
     id: str
     parameter: str
     placement: Placement
+    on_host: tuple[int, ...] = ()
 
 
 Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute | Stretch
@@ -388,20 +426,21 @@ def _line(item: Item | Update) -> str:
         on = f" on {', '.join(map(str, item.kinds))}" if item.kinds else ""
         return f"{item.id} = {', '.join(item.nodes)}{kept}{on}"
     if isinstance(item, Update):
-        return f"update {item.parameter} {item.placement}"
+        on = f" from host on {', '.join(map(str, item.on_host))}" if item.on_host else ""
+        return f"update {item.parameter} {item.placement}{on}"
     if not item.bucket:
         return f"convert {item.id}"
     return f"{'give' if item.phase == 'backward' else 'take'} {item.id} by {item.bucket}"
 
 
-_STEP = re.compile(r"step ((?:\w+=\d+ ?)+)(?:reruns=(\S+))?")
+_STEP = re.compile(r"step ((?:\w+=\d+(?: |$))+)(?:reruns=(\S+) ?)?(?:on_host=(\S+))?")
 _RUN = re.compile(r"(run|again|back) (\S+)")
 _EXCHANGE = re.compile(r"exchange (run|again|back) (\S+) #(\d+)")
 _CONVERT = re.compile(r"(?:convert|take|give) ((∂?)(\S+) (\S+)→(\S+?)( again)?)(?: by (\S+))?")
 _BUCKET = re.compile(r"((gather|reduce)\.\d+) = (\w+) (\w+) (.+?)( waited for)?")
 _STRETCH = re.compile(r"(stretch\.\S+) = (.+)")
 _RECOMPUTE = re.compile(r"(recompute\.\d+) = (.+?)(?: keeps (.+?))?(?: on ([\d, ]+))?")
-_UPDATE = re.compile(r"update (\S+) (\S+)")
+_UPDATE = re.compile(r"update (\S+) (\S+)(?: from host on ([\d, ]+))?")
 _PHASES: Mapping[str, Phase] = {"run": "forward", "again": "again", "back": "backward"}
 
 
@@ -427,12 +466,14 @@ class _Parser:
     def read(self, line: str, where: str) -> None:
         if match := _STEP.fullmatch(line):
             reruns = tuple(map(parse_rerun, match[2].split(","))) if match[2] else ()
-            self.decisions = replace(_decisions(match[1], where), reruns=reruns)
+            on_host = tuple(map(parse_on_host, match[3].split(","))) if match[3] else ()
+            self.decisions = replace(_decisions(match[1], where), reruns=reruns, on_host=on_host)
         elif line in ("forward", "backward", "update"):
             self.section = line
         elif self.section == "update" and (match := _UPDATE.fullmatch(line)):
             self._known(match[1], where)
-            self.updates.append(Update(f"update {match[1]}", match[1], _placement(match[2], where)))
+            kinds = tuple(map(int, match[3].split(", "))) if match[3] else ()
+            self.updates.append(Update(f"update {match[1]}", match[1], _placement(match[2], where), kinds))
         elif self.section in self.passes and (item := self._item(line, where)) is not None:
             self.passes[self.section].append(item)
         else:
@@ -516,7 +557,7 @@ class _Parser:
 
 
 def _decisions(text: str, where: str) -> Decisions:
-    known = {field.name: field.type for field in fields(Decisions) if field.name != "reruns"}
+    known = {field.name: field.type for field in fields(Decisions) if field.name not in _LISTED}
     given: dict[str, int | bool] = {}
     for name, number in (pair.split("=") for pair in text.split()):
         if name not in known or len(number) > 18:

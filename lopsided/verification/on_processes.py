@@ -54,7 +54,7 @@ from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.rounds import Rounds, in_rounds, may_draw
-from lopsided.schedule.schedule import Decisions, Rerun
+from lopsided.schedule.schedule import Decisions, OnHost, Rerun
 from lopsided.verification.copies import copied, widened
 from lopsided.verification.simulator import Simulation, simulate
 from lopsided.verification.verifier import compare, random_program, random_shares
@@ -94,6 +94,7 @@ class ProcessesJob:
     namespaces: tuple[str, ...]
     trains: bool  # STEPS steps in its own dtype, or one in float64
     tolerance: float
+    on_host: tuple[OnHost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
 
 def jobs_of_plan(subject: Subject, plan: Plan) -> list[ProcessesJob]:
     both = _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
-    return [replace(job, reruns=plan.reruns, microbatches=plan.microbatches) for job in both]
+    return [replace(job, reruns=plan.reruns, on_host=plan.on_host, microbatches=plan.microbatches) for job in both]
 
 
 def jobs_at_large(
@@ -284,7 +285,7 @@ def _parsed(job: ProcessesJob) -> Plan:
     report = SearchReport(0.0, 0, 0.0, 0.0, 0.0, "", 0, ())
     memory = (0,) * len(job.shares)
     made = Plan(where, where, program, job.shares, "adamw", job.regather, 0.0, nothing, memory, (), report, (), ())
-    return replace(made, reruns=job.reruns, microbatches=job.microbatches)
+    return replace(made, reruns=job.reruns, on_host=job.on_host, microbatches=job.microbatches)
 
 
 @lru_cache(maxsize=1)

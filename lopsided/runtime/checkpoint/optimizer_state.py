@@ -33,6 +33,7 @@ from lopsided.runtime.checkpoint.state import Kept, wanted_pieces
 from lopsided.runtime.checkpoint.storage import Held
 from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, check_dtype
 from lopsided.runtime.control_plane import ControlPlane, Holder
+from lopsided.runtime.host_state import is_on_host
 from lopsided.runtime.pieces import Piece
 
 Form = Mapping[str, object]
@@ -176,6 +177,7 @@ def optimizer_wanted(
     options = _options(optimizer, groups, told.groups, in_order, where)
     wanted: dict[str, Held] = {}
     rebuilt: dict[int, dict[str, object]] = {}
+    on_host: list[tuple[nn.Parameter, str, Tensor]] = []
     for number, (name, parameter) in enumerate(pair for group in groups for pair in group):
         entries: dict[str, object] = {}
         for key, form in told.state.get(name, {}).items():
@@ -184,7 +186,11 @@ def optimizer_wanted(
             elif "number" in form:
                 entries[key] = number_of(form, f"{shown(key)} of {name} in the optimizer's state", where)
             elif (record := table.get(_key(name, key))) is not None:
-                entries[key], wanted[_key(name, key)] = _room(record, pm.pieces.get(name), parameter, key, of, where)
+                room, wanted[_key(name, key)] = _room(record, pm.pieces.get(name), parameter, key, of, where)
+                if is_on_host(parameter):
+                    on_host.append((parameter, key, room))
+                else:
+                    entries[key] = room
             else:
                 raise refuse(f"{shown(key)} of {name} in the optimizer's state is not there", where)
         if entries:
@@ -197,6 +203,9 @@ def optimizer_wanted(
             param_groups.append({**each, "params": list(range(at, at + len(group)))})
             at += len(group)
         optimizer.load_state_dict({"state": rebuilt, "param_groups": param_groups})
+        # That would take them to the device, which may not have the room for all of them.
+        for parameter, key, room in on_host:
+            optimizer.state[parameter][key] = room
 
     return wanted, put_together
 
@@ -257,7 +266,7 @@ def _room(
     record: Record, piece: Piece | None, parameter: nn.Parameter, key: str, of: str, where: str
 ) -> tuple[Tensor, Held]:
     """An empty tensor for a part of the state, and what of it this process wants."""
-    device = parameter.device
+    device = torch.device("cpu") if is_on_host(parameter) else parameter.device
     if piece is not None and record.shape == piece.shape:
         local = torch.empty(piece.local_shape, dtype=record.dtype, device=device)
         return local, wanted_pieces(record, piece, local)
