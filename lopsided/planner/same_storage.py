@@ -41,7 +41,8 @@ def plan_for_shapes(
     """The plan of the first graph with the storage that is best for all, met so often. They are of one model."""
     if not graphs or len(graphs) != len(often):
         raise PlanError("every shape needs a graph and how often it is met", do="give as many weights as graphs")
-    plans = [plan_graph(graph, cluster, optimizer=optimizer) for graph in graphs]
+    # At once: a batch in rounds has another graph.
+    plans = [plan_graph(graph, cluster, optimizer=optimizer, microbatches=1) for graph in graphs]
     expected = [
         sum(weight * step_on(graph, offer) for graph, weight in zip(graphs, often, strict=True)) for offer in plans
     ]
