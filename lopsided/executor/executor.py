@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Layout, Redistributor
+from lopsided.executor.chunked import Unmade, run_chunked
 from lopsided.executor.compiled import StretchSurroundings, compiled_parts
 from lopsided.executor.gradients import GradientBucket, Gradients, Synced
 from lopsided.executor.instructions import (
@@ -40,7 +41,8 @@ from lopsided.executor.spared import spared
 from lopsided.ir.graph import Context
 from lopsided.ir.op_call import surroundings
 from lopsided.ir.placement import Placement
-from lopsided.ops.op import Call
+from lopsided.ops.local_kernel import prepared_call
+from lopsided.ops.op import Ask, Call
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.schedule import (
     Compute,
@@ -63,7 +65,7 @@ class Ran:
     loss: Tensor
     own: Tensor
     updates: dict[str, Tensor]
-    outputs: dict[str, Tensor]
+    outputs: dict[str, Tensor | Unmade]
 
 
 class Executor:
@@ -151,6 +153,8 @@ class _Compiler:
             for k, item in enumerate(schedule.backward)
             if isinstance(item, ReduceBucket)
         }
+        self.of_head: list[RunNode] = []  # that runs some rows at a time, its nodes so far
+        self.answers: dict[str, Callable[[Ask], Tensor]] = {}
         self.freed: list[int] = []  # copies that are gathered again for some node's backward pass
         self.before = self._before_nodes()
         contexts = [replace(step.node.context, grad=True, recompute=0) for step in self.program.steps]
@@ -183,6 +187,8 @@ class _Compiler:
         forward = self.schedule.forward
         for item, node in zip(forward, nodes_of(forward), strict=True):
             instruction = self._instruction(item)
+            if isinstance(instruction, RunNode) and instruction.node.name in self.schedule.chunked:
+                instruction = self._in_chunks(instruction)
             if instruction is not None:
                 made.append(instruction)
                 regions.append(self._region(node))
@@ -222,11 +228,24 @@ class _Compiler:
 
     def _instruction(self, item: Item) -> Instruction | None:
         if isinstance(item, Compute):
-            return self._run_node(item)
+            return self._run_node(item) if item.phase == "forward" else None
         if isinstance(item, Redistribute):
             is_copy = item.value in self.targets and self.stored[item.value] == item.source
             return self._take_copy(item) if is_copy else self._convert(item)
         return None  # a bucket starts where it is due, and an exchange is part of its node
+
+    def _in_chunks(self, node: RunNode) -> Instruction | None:
+        """All of a head that runs some rows at a time, with the last of its nodes."""
+        chunked = self.schedule.chunked[node.node.name]
+        self.of_head = [*self.of_head, node]
+        if node.node.name != chunked.nodes[-1]:
+            return None
+        nodes, self.of_head = self.of_head, []
+        calls = [Call(one.node, tuple(self.values[name] for name in one.node.operands)) for one in nodes]
+        shown = [k for k, one in enumerate(nodes[:-1]) if one.node.results[0].name in self.placed]
+        talks = self.schedule.steps[node.node.name].rule.how != "plain"
+        answer = self.answers[node.node.name] if talks else None
+        return run_chunked(nodes, calls, chunked.rows, answer, shown, lambda one: prepared_call(one.node, self.device))
 
     def _convert(self, item: Redistribute) -> Convert:
         at, into = self.slots[item.value, item.source], self.slot(item.value, item.to)
@@ -261,6 +280,7 @@ class _Compiler:
         node = step.node
         call = Call(node, tuple(self.values[name] for name in node.operands))
         op = LocalOp(call, step.rule, self.exchange, self.random, self.device)
+        self.answers[node.name] = op.answer
         context = node.context if replace(node.context, recompute=0) != self.context else None
         return RunNode(
             node,

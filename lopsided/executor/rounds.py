@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lopsided.errors import TrainingError
+from lopsided.executor.chunked import Unmade
 from lopsided.executor.executor import Executor, Ran
 from lopsided.executor.gradients import Gradients, RoundSums
 from lopsided.executor.randomness import RankRandomness
@@ -61,6 +62,11 @@ class RoundsRan:
         gradients.take_over(sums)
 
 
+def detached(part: Tensor | Unmade) -> Tensor | Unmade:
+    """An output without what led to it. One that is not made yet has nothing."""
+    return part if isinstance(part, Unmade) else part.detach()
+
+
 def is_narrow(graph: Graph) -> bool:
     """Whether gradients of a graph are made in float16."""
     return any(value.dtype == "f16" for value in graph.values.values()) or any(
@@ -93,7 +99,7 @@ def run_rounds(
             if ran.loss.requires_grad:
                 torch.autograd.backward([ran.loss], [upstream.to(ran.loss).expand_as(ran.loss)])
                 gradients.round_ends()
-            outputs = {name: part.detach() for name, part in ran.outputs.items()}
+            outputs = {name: detached(part) for name, part in ran.outputs.items()}
             done.append(replace(ran, loss=ran.loss.detach(), outputs=outputs))
     return RoundsRan([*done, executor.run(leaves(count - 1), kept)], upstream, sums)
 

@@ -17,6 +17,7 @@ rules (`fewer_rules`), a schedule in which nothing hides (`Decisions.overlap`), 
     overlap         while choosing, nothing is taken to hide behind computing. Gradients and gathered parameters still
                     travel in buckets, of 25 MiB: only the hiding is missing, not the sharing of latencies
     devices         every device takes part, also one that costs more than it brings
+    chunks          a loss has all of its logits at once, and all that is made of them
     measured-cost   while choosing, an op takes its flops over the device's flops/s: no measured tables, no bytes, no
                     launches. The network is still the measured one, as in HAP
 
@@ -40,8 +41,8 @@ from lopsided.ir.placement import I, R
 from lopsided.ir.program import RuleBook
 
 SFB, INVARIANT, COLLECTIVES, STATE_SHARES = "sfb", "invariant", "collectives", "state-shares"
-SEGMENTS, OVERLAP, DEVICES, MEASURED_COST = "segments", "overlap", "devices", "measured-cost"
-ADDITIONS = (SFB, INVARIANT, COLLECTIVES, STATE_SHARES, SEGMENTS, OVERLAP, DEVICES, MEASURED_COST)
+SEGMENTS, OVERLAP, DEVICES, CHUNKS, MEASURED_COST = "segments", "overlap", "devices", "chunks", "measured-cost"
+ADDITIONS = (SFB, INVARIANT, COLLECTIVES, STATE_SHARES, SEGMENTS, OVERLAP, DEVICES, CHUNKS, MEASURED_COST)
 HAP = "hap"
 
 _SWITCH = ("padded", "grouped")

@@ -21,7 +21,6 @@ from lopsided.ir.program import one_device
 from lopsided.planner.ablation import OVERLAP
 from lopsided.planner.candidates import Candidate, Learned, memory_limits
 from lopsided.planner.proposals import CandidatePool
-from lopsided.planner.recompute import everything
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden
 from lopsided.schedule.schedule import BUCKET_BYTES
 
@@ -165,7 +164,7 @@ class PartSearch:
             # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
             least, _ = self._found(name, shares, hidden, _DEAREST, regather)
             if regather:
-                how = (regather, least.bucket_bytes, everything(self.pool.graph, self.pool.blocks))
+                how = (regather, least.bucket_bytes, self.pool.everything(least.program))
                 laid = self.pool.laid_out(self.on, least.program, *how)
                 self.pool.leanest.append(laid.held)
             if least.fits:

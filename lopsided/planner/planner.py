@@ -217,7 +217,7 @@ def _planned(task: Task, cluster: Cluster, most: int = 1) -> tuple[Plan, ...]:
         if in_segments is not None:
             PartSearch(pool.within(in_segments, task.limits(in_segments)), cluster).improve()
         for candidate in pool.leaders():
-            for finish in (pool.partly_stored_cut, pool.segmented, pool.rebucketed, pool.settled):
+            for finish in (pool.partly_stored_cut, pool.segmented, pool.rebucketed, pool.rechunked, pool.settled):
                 if pool.limits.left_s:
                     finish(pool.of_part[candidate.on.fingerprint])
         each_is_worth = worth(pool, cluster) if pool.limits.left_s else ({}, {})

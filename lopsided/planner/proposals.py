@@ -6,7 +6,7 @@ best; each of its methods is one way to make some:
     classics         the strategies everyone knows, with the shares everyone gives them
     plain_balanced   data parallelism and ZeRO with the best shares for them
     balanced         a given program with the best shares for it
-    partly_stored_cut, segmented, rebucketed, settled      what else may be made of a good one
+    partly_stored_cut, segmented, rebucketed, rechunked, settled     what else may be made of a good one
 
 `part_search` makes others, by searching.
 """
@@ -29,7 +29,7 @@ from lopsided.ir.graph import Graph, Node
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Shares
 from lopsided.ir.program import Program, RuleBook, Step, one_device
-from lopsided.planner.ablation import OVERLAP, SEGMENTS, STATE_SHARES
+from lopsided.planner.ablation import CHUNKS, OVERLAP, SEGMENTS, STATE_SHARES
 from lopsided.planner.balance import balance
 from lopsided.planner.baselines import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
 from lopsided.planner.candidates import (
@@ -47,13 +47,14 @@ from lopsided.planner.candidates import (
 )
 from lopsided.planner.estimate import StepEstimate
 from lopsided.planner.host_state import StateOnHost, on_every_host
-from lopsided.planner.recompute import Recomputation, Span, blocks_of, on_every_kind
+from lopsided.planner.recompute import Recomputation, Span, blocks_of, everything, on_every_kind
 from lopsided.planner.search import ChoiceSpace, Conversions, Found, Progress, search
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, RulePrices, Saves, SharePrices
 from lopsided.planner.segments import found_segments
 from lopsided.schedule.cost import Calls, Costs, Optimizer, Scale
 from lopsided.schedule.critical_path import FoldedStep
 from lopsided.schedule.host_state import host_bytes_per_kind, host_excess
+from lopsided.schedule.loss_heads import LossHead, chunks_of, loss_heads
 from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.memory import Holding, bytes_per_kind, check_fits, holdings
 from lopsided.schedule.pricing import PricedStep, price
@@ -469,6 +470,13 @@ class CandidatePool:
 
     def _recomputing(self, candidate: Candidate) -> Iterator[Candidate | None]:
         """What may come of it: more and more is freed until that is enough, also of what shares could make room for."""
+        if (chunked := self._chunked_in(candidate.program)) and chunked != candidate.reruns:
+            # A loss in chunks costs next to nothing, so that comes first.
+            candidate = self._less_kept(candidate, ((), ()))
+            yield candidate
+            yield self.again(candidate)
+            if candidate.fits:
+                return
         schedule = self._lower(candidate.program, candidate.regather, candidate.bucket_bytes, ((), ()))
         tried = Recomputation(self.blocks, candidate, schedule, self.costs(candidate.on))
         yield from self._freeing(candidate, tried, None)
@@ -527,13 +535,38 @@ class CandidatePool:
                 return
 
     def _less_kept(self, candidate: Candidate, kept: _Kept) -> Candidate:
+        """With this, and with losses in chunks."""
+        kept = (self._with_chunks(candidate.program, kept[0]), kept[1])
         about = (candidate.name, candidate.on, candidate.program, candidate.shares, candidate.regather, candidate.found)
         return self.judge(*about, bucket_bytes=candidate.bucket_bytes, reruns=kept[0], on_host=kept[1])
 
     @cached_property
+    def heads(self) -> tuple[LossHead, ...]:
+        """Losses that may run some rows at a time."""
+        return () if CHUNKS in self.without else loss_heads(self.graph)
+
+    def _chunked_in(self, program: Program) -> tuple[Rerun, ...]:
+        """The losses of a program that can run some rows at a time, by their rules."""
+        every = tuple(head.chunked() for head in self.heads)
+        found = {head.first for head, _ in chunks_of(program, Decisions(reruns=every))}
+        return tuple(rerun for rerun in every if rerun.first in found)
+
+    def _with_chunks(self, program: Program, reruns: tuple[Rerun, ...]) -> tuple[Rerun, ...]:
+        """In the order of the program."""
+        chunked = self._chunked_in(program)
+        if not chunked:
+            return reruns
+        places = {node.name: k for k, node in enumerate(self.graph.nodes)}
+        return tuple(sorted((*reruns, *chunked), key=lambda rerun: places[rerun.first]))
+
+    @cached_property
     def blocks(self) -> tuple[Span, ...]:
         """What may run again together."""
-        return blocks_of(self.graph)
+        return blocks_of(self.graph, {name for head in self.heads for name in head.nodes})
+
+    def everything(self, program: Program) -> tuple[Rerun, ...]:
+        """All that may run again or in chunks, of a program."""
+        return self._with_chunks(program, everything(self.graph, self.blocks))
 
     def again(self, candidate: Candidate, program: Program | None = None, *, polish: bool = False) -> Candidate | None:
         """A candidate, or another program in its place, with the best shares."""
@@ -625,6 +658,23 @@ class CandidatePool:
         bucket_bytes = self.bucket_for(candidate)
         if bucket_bytes != candidate.bucket_bytes:
             self.again(self._changed(candidate, bucket_bytes=bucket_bytes))
+
+    def rechunked(self, candidate: Candidate) -> None:
+        """The same pair with more rows of a loss at a time, as long as that fits and is quicker."""
+        most = {head.first: head.rows for head in self.heads}
+        while candidate.fits:
+            reruns = tuple(
+                replace(rerun, rows=2 * rerun.rows) if 0 < rerun.rows < most.get(rerun.first, 0) else rerun
+                for rerun in candidate.reruns
+            )
+            if reruns == candidate.reruns:
+                return
+            about = (candidate.on, candidate.program, candidate.shares, candidate.regather, candidate.found)
+            how = (candidate.bucket_bytes, reruns, candidate.on_host)
+            more = self.judge(candidate.name, *about, bucket_bytes=how[0], reruns=how[1], on_host=how[2])
+            if not more.beats(candidate):
+                return
+            candidate = more
 
     def settled(self, candidate: Candidate) -> None:
         """The same pair once more, with more care for whole units."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lopsided.ir.graph import Graph, reruns
@@ -33,12 +33,13 @@ Span = tuple[int, int]
 """The first node of a block and the one after its last, by number."""
 
 
-def blocks_of(graph: Graph) -> tuple[Span, ...]:
+def blocks_of(graph: Graph, apart: Collection[str] = ()) -> tuple[Span, ...]:
     """Stretches of nodes between places where few values with a gradient pass, each with a product in it.
 
-    Regions that the model checkpoints itself are its own matter: a block ends where one begins.
+    Regions that the model checkpoints itself are its own matter: a block ends where one begins. So it is with nodes
+    that are to stand `apart`.
     """
-    nodes, passing, own = graph.nodes, _passing(graph), reruns(graph)
+    nodes, passing, own = graph.nodes, _passing(graph), {*reruns(graph), *apart}
     parameters = {leaf.value.name for leaf in graph.parameters}
     found: list[Span] = []
     start, has_product = 0, False

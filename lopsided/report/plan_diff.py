@@ -104,7 +104,9 @@ def _facts(plan: Plan) -> Iterator[tuple[_Fact, str]]:
         yield _Fact("step", f"  {key.removesuffix('_s')}"), seconds_text(seconds)
     yield _Fact("options", "optimizer"), plan.optimizer
     yield _Fact("options", "parameters gathered again"), "yes" if plan.regather else "no"
-    yield _Fact("options", "blocks that run again"), str(len(plan.reruns))
+    yield _Fact("options", "blocks that run again"), str(sum(rerun.level != "chunked" for rerun in plan.reruns))
+    rows = [f"{rerun.rows:,}" for rerun in plan.reruns if rerun.level == "chunked"]
+    yield _Fact("options", "rows of a loss at a time"), ", ".join(rows) or "all"
     where = [f"{one.percent} % on {plan.on.kinds[one.kind].name}" for one in plan.on_host]
     yield _Fact("options", "state in host memory"), ", ".join(where) or "none"
     yield _Fact("options", "rounds of the batch"), str(plan.microbatches)

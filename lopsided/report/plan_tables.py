@@ -346,15 +346,23 @@ def round_lines(plan: Plan) -> Iterator[str]:
 
 
 def rerun_lines(plan: Plan) -> list[str]:
-    """What runs again in the backward pass in place of being kept, level by level, and on which devices."""
+    """What runs again in the backward pass in place of being kept, level by level, and on which devices; and which
+    losses never have all their logits."""
     words = {
         "cheap": "all but products",
         "attention": "all but products with parameters",
         "whole": "all that is needed",
     }
-    found = []
+    chunked = plan.schedule.chunked
+    found = [
+        f"the loss %{rerun.last} and the product %{rerun.first} run {rerun.rows:,} rows at a time, forward and "
+        "backward together: all logits are never there at once"
+        for rerun in plan.reruns
+        if rerun.last in chunked
+    ]
+    again = [rerun for rerun in plan.reruns if rerun.level != "chunked"]
     for (level, kinds), group in itertools.groupby(
-        sorted(plan.reruns, key=lambda one: (LEVELS.index(one.level), one.kinds)),
+        sorted(again, key=lambda one: (LEVELS.index(one.level), one.kinds)),
         key=lambda one: (one.level, one.kinds),
     ):
         count = len([*group])

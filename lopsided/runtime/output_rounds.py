@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lopsided.comm.redistribute import Redistributor
 from lopsided.errors import TrainingError
-from lopsided.executor.rounds import RoundsRan
+from lopsided.executor.rounds import RoundsRan, detached
 from lopsided.ir.placement import Placement
 from lopsided.runtime.inputs import row_cut_of_round
 from lopsided.runtime.outputs import Output, OutputPart, RowCut, hand_on, output
@@ -38,7 +38,7 @@ def outputs_of_rounds(
         had_gradient = rounds.graph.values[name].grad and torch.is_grad_enabled()
         rowwise = rows_at if at.is_shard and at.dim == 0 else None
         parts = [
-            hand_on(OutputPart(one.outputs[name].detach(), placed[name], shape, name), exchange, rowwise)
+            hand_on(OutputPart(detached(one.outputs[name]), placed[name], shape, name), exchange, rowwise)
             for one in ran.rounds
         ]
         found[name] = _joined(rounds, parts, at, cut, refuses=had_gradient)

@@ -2,7 +2,8 @@
 
 In: this rank's part of a value, as the plan places it. Out: tensors as the call gave its batch: whole for a whole
 batch, this rank's rows for its rows; `gather`, the whole of either. What must be sent for that is sent when it is first
-looked at (`Output`), so nobody pays for logits that only the loss needs.
+looked at (`Output`), so nobody pays for logits that only the loss needs; and logits that the loss was made without
+having them all at once are made then (`Unmade`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lopsided.capturing.capture_graph import Returned
 from lopsided.comm.redistribute import Redistributor
 from lopsided.comm.world import World, waiting
 from lopsided.errors import TrainingError
+from lopsided.executor.chunked import Unmade
 from lopsided.ir.graph import DTYPES
 from lopsided.ir.placement import I, Placement, S
 from lopsided.runtime.calls import Given
@@ -115,13 +117,14 @@ class RowCut:
 class OutputPart:
     """This rank's part of a value of the graph."""
 
-    part: Tensor
+    part: Tensor | Unmade
     at: Placement
     shape: tuple[int, ...]
     name: str
 
     def to(self, exchange: Redistributor, wanted: Placement) -> Tensor:
-        return exchange.convert(self.part, self.at, wanted, self.shape, f"the output %{self.name}")
+        part = self.part.made if isinstance(self.part, Unmade) else self.part
+        return exchange.convert(part, self.at, wanted, self.shape, f"the output %{self.name}")
 
 
 def hand_on(value: OutputPart, exchange: Redistributor, cut: RowCut | None) -> Tensor:
@@ -129,6 +132,7 @@ def hand_on(value: OutputPart, exchange: Redistributor, cut: RowCut | None) -> T
     rows = cut.of(value.shape) if cut is not None else None
     wanted = rows if rows is not None else I
     sends = value.at != wanted and not value.at.is_whole and exchange.size > 1
+    sends |= isinstance(value.part, Unmade)
     whole = (exchange, value)
     if not sends:
         made = value.to(exchange, wanted)
@@ -142,7 +146,8 @@ def hand_on(value: OutputPart, exchange: Redistributor, cut: RowCut | None) -> T
     def bring() -> Tensor:
         with torch.set_grad_enabled(differentiable):
             moved = value.to(exchange, wanted)
-            return _Rows.apply(moved) if rows is not None and moved.requires_grad else moved  # type: ignore[no-untyped-call]
+            guarded = rows is not None and moved.requires_grad and exchange.size > 1
+            return _Rows.apply(moved) if guarded else moved  # type: ignore[no-untyped-call]
 
     made = output(layout, value.part.dtype, value.part.device, bring)
     made._cut = cut or RowCut(exchange, I, 0)

@@ -519,7 +519,7 @@ class Parallel(nn.Module):
         parts = [ran.rounds[-1].outputs[name] for name in names]
         if loss.requires_grad:
             self._gradients.reset()
-            moving = [k for k, part in enumerate(parts) if part.requires_grad]
+            moving = [k for k, part in enumerate(parts) if isinstance(part, Tensor) and part.requires_grad]
             loss, *moved = _StepEnd.apply(self, ran, loss, *(parts[k] for k in moving))  # type: ignore[no-untyped-call]
             for k, part in zip(moving, moved, strict=True):
                 parts[k] = part

@@ -7,6 +7,10 @@ first of them in the forward pass is the last in the backward pass, and right af
 complete and is redistributed back. So the transpose of a redistribution stands where going backward passes the node
 that it was made for. A cotangent that nobody has (nothing that leads to the loss used the copy) is not sent.
 
+A loss that runs some rows at a time (`Chunked`) does so forward and backward together, where it stands in the forward
+pass: what it is made of runs there, and not in its own places, forward or backward. What its operands' gradients need
+to be sent stays in the backward pass.
+
 A checkpointed region (`Recompute`) runs forward again before its backward pass: it computes, redistributes and gathers
 all it did the first time.
 
@@ -38,9 +42,11 @@ from lopsided.ir.program import Chain, Program, Step
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.host_state import kept_on_host
+from lopsided.schedule.loss_heads import LossHead, chunks_of
 from lopsided.schedule.regions import regions_of
 from lopsided.schedule.schedule import (
     Bucket,
+    Chunked,
     Compute,
     Decisions,
     Exchange,
@@ -101,6 +107,9 @@ class _Lowering:
         self.parameters = {leaf.value.name for leaf in program.graph.parameters}
         self.marked = regions_of(program, decisions)
         self.regions = {name: k for k, region in enumerate(self.marked) for name in region.nodes}
+        heads = chunks_of(program, decisions)
+        self.heads = {head.last: (head, rows) for head, rows in heads}
+        self.chunked = {name for head, _ in heads for name in head.nodes}
         self.made: set[_Copy] = set(program.leaves)
         self.steps = [self._forward(step) for step in program.steps]
         self.ends = list(self._ends())
@@ -111,7 +120,7 @@ class _Lowering:
             one.back = [back for item in reversed(one.made) for back in self._transpose(item)]
         program, buckets = self.program, Buckets(self.decisions)
         self.groups = list(self._grouped())
-        forward = buckets.filled([*(item for group in self.groups for item in self._run_together(group)), *self.ends])
+        forward = buckets.filled([*(item for group in self.groups for item in self._run_forward(group)), *self.ends])
         backward = buckets.filled(list(self._backward()))
         from_host = kept_on_host(program, self.decisions.on_host)
         update = tuple(
@@ -120,7 +129,7 @@ class _Lowering:
             if name in self.parameters and program.graph.values[name].grad
         )
         conversions = {one.step.node.name: len(one.made) for one in self.steps}
-        passes = counted(forward, conversions), counted(backward, conversions)
+        passes = counted(forward, backward, conversions)
         return Schedule(program, self.decisions, *passes, update)
 
     # Forward
@@ -173,8 +182,24 @@ class _Lowering:
         region = self._region(one.step)
         # Where a region keeps what some of its nodes made, each runs by itself.
         partly = region >= 0 and bool(self.marked[region].kept)
-        takes = None if sends or talks_back or partly else tuple(item.value for item in one.made)
+        apart = partly or one.step.node.name in self.chunked
+        takes = None if sends or talks_back or apart else tuple(item.value for item in one.made)
         return Joinable(one.step, takes, region)
+
+    def _run_forward(self, group: Sequence[_Lowered]) -> Iterator[Item]:
+        """A group where it stands; of a head that runs some rows at a time, all of it where its loss stands."""
+        name = group[0].step.node.name
+        if name not in self.chunked:
+            yield from self._run_together(group)
+        elif name in self.heads:
+            yield from self._in_chunks(*self.heads[name])
+
+    def _in_chunks(self, head: LossHead, rows: int) -> Iterator[Item]:
+        inside = [one for one in self.steps if one.step.node.name in head.nodes]
+        yield from (item for one in inside for item in one.made)
+        yield Chunked(f"chunked.{head.first}", head.nodes, rows)
+        yield from (item for one in inside for item in one.forward if not isinstance(item, Redistribute))
+        yield from (item for one in reversed(inside) for item in self._run_back(one.step))
 
     def _is_local(self, item: Redistribute) -> bool:
         """It sends nothing, forward or backward."""
@@ -233,7 +258,8 @@ class _Lowering:
                 for one in reversed(group):
                     yield from regathered.get(one.step.node.name, ())
                 for one in reversed(group):
-                    yield from self._run_back(one.step)
+                    if one.step.node.name not in self.chunked:
+                        yield from self._run_back(one.step)
                 for one in reversed(group):
                     yield from one.back
 
@@ -279,7 +305,8 @@ class _Lowering:
         found: dict[str, list[Redistribute]] = {}
         for one in reversed(self.steps):
             node = one.step.node
-            if node.name not in self.regions and self._runs_backward(one.step):
+            apart = node.name in self.regions or node.name in self.chunked
+            if not apart and self._runs_backward(one.step):
                 for copy in zip(node.operands, one.step.rule.needs, strict=True):
                     if copy[0] in node.saved.values and copy in gathered:
                         found.setdefault(node.name, []).append(_again(gathered.pop(copy)))

@@ -23,6 +23,8 @@ In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whol
                                 of all rounds                                              `_between_rounds`
     working                     of the largest step: operands and results that are not
                                 held anyway, and their gradients                           `_working`
+                                of a loss that runs some rows at a time, what one chunk
+                                takes, and the gradients it makes for the backward pass    `_parts_in_chunks`
 
 Recomputed and working bytes are those of the region and step that have most of both together.
 
@@ -49,7 +51,8 @@ from lopsided.ops.op import Call
 from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
 from lopsided.schedule.host_state import slice_bytes
-from lopsided.schedule.schedule import Redistribute, ReduceBucket, Schedule
+from lopsided.schedule.loss_heads import VIEWS
+from lopsided.schedule.schedule import Chunked, Redistribute, ReduceBucket, Schedule
 
 USES = (
     "parameter",
@@ -170,7 +173,7 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
     found += _between_rounds(schedule)
     found += _streamed(schedule, optimizer, 1 / devices)
     for on in _kinds_apart(schedule):
-        copies, stretches = _Copies.of_schedule(schedule), list(_stretches(schedule, on))
+        copies, stretches = _Copies.of_schedule(schedule), list(_but_chunked(schedule, _stretches(schedule, on)))
         held = (*_saved(schedule, stretches, copies), *_working(schedule, stretches, copies, placed, 1 / devices))
         found += held if on == EVERY_KIND else (replace(holding, on=on) for holding in held)
     return tuple(found)
@@ -187,7 +190,10 @@ def _kinds_apart(schedule: Schedule) -> Iterator[Kinds]:
     yield Kinds(frozenset(named))
 
 
-def _stretches(schedule: Schedule, on: Kinds | None = None) -> Iterator[tuple[str, list[Step]]]:
+_Stretch = tuple[str, list[Step]]
+
+
+def _stretches(schedule: Schedule, on: Kinds | None = None) -> Iterator[_Stretch]:
     """The nodes in the order they run, in stretches that one region recomputes, with its id, or none.
 
     On some kinds of devices, which run the same again; otherwise wherever there is a region.
@@ -199,6 +205,12 @@ def _stretches(schedule: Schedule, on: Kinds | None = None) -> Iterator[tuple[st
         region_of = {node: region for node, region in region_of.items() if region in there}
     for region, steps in itertools.groupby(schedule.program.steps, key=lambda step: region_of.get(step.node.name, "")):
         yield region, list(steps)
+
+
+def _but_chunked(schedule: Schedule, stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
+    """Without the nodes that run some rows at a time: these keep nothing."""
+    for region, steps in stretches:
+        yield region, [step for step in steps if step.node.name not in schedule.chunked]
 
 
 def bytes_per_kind(held: Sequence[Holding], scale: Scale) -> tuple[int, ...]:
@@ -410,7 +422,7 @@ def _kept(node: Node) -> Saved:
     return Saved(tuple(dict.fromkeys((*node.operands, out.name))), 4 * rows)
 
 
-_Stretches = Sequence[tuple[str, list[Step]]]
+_Stretches = Sequence[_Stretch]
 
 
 def _saved(schedule: Schedule, stretches: _Stretches, copies: _Copies) -> Iterator[Holding]:
@@ -561,7 +573,43 @@ def _working(
             if total > most:
                 most = total
                 found = (*again, *(Holding(step.node.name, "working", size, cut) for cut, size in parts.items()))
+    for chunked in (item for item in schedule.forward if isinstance(item, Chunked)):
+        inside = [schedule.steps[name] for name in chunked.nodes]
+        parts = {}
+        for size, cut in _parts_in_chunks(inside, chunked.rows, copies, placed, parameters):
+            parts[cut] = parts.get(cut, 0) + size
+        total = sum(size if cut is None else size * even for cut, size in parts.items())
+        if total > most:
+            most = total
+            found = tuple(Holding(inside[-1].node.name, "working", size, cut) for cut, size in parts.items())
     return found
+
+
+def _parts_in_chunks(
+    steps: Sequence[Step], rows: int, copies: _Copies, placed: Mapping[str, Placement], parameters: set[str]
+) -> Iterator[tuple[int, Cut | None]]:
+    """What is multiplied, its gradients (sums over rows in a wide dtype), and the logits of so many rows."""
+    product, *between, loss = steps
+    logits = product.node.results[0].torch_dtype.itemsize
+    wide = max(logits, DTYPES["f32"].itemsize)
+    for k, (name, placement) in enumerate(zip(product.node.operands, product.rule.needs, strict=True)):
+        value, cut = copies.values[name], cut_of(placement, copies.values[name].shape)
+        if name not in parameters and copies.of(name, placement) not in copies.held:
+            yield value.bytes, cut
+        as_stored = name in parameters and _whole_alike((name, placement)) == (name, placed[name])
+        if k:
+            cast = logits if logits != value.torch_dtype.itemsize else 0
+            given = 0 if as_stored else value.torch_dtype.itemsize
+            one_chunk = logits if logits != wide else 0
+            summed = wide + max(one_chunk + cast, given) if value.grad else cast
+            yield value.elements * summed, cut
+        elif value.grad:
+            yield value.bytes, cut
+    of_loss = loss.node.operands[0]
+    each = logits + (wide if copies.values[of_loss].torch_dtype.itemsize != wide or logits != wide else 0)
+    each += logits if logits != wide else 0  # the gradient that is multiplied on
+    each += sum(2 * step.node.results[0].torch_dtype.itemsize for step in between if step.node.op not in VIEWS)
+    yield min(rows, copies.values[of_loss].shape[0]) * copies.values[of_loss].shape[1] * each, None
 
 
 def _parts_at_work(

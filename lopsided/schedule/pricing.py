@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from lopsided.ir.program import Step
 from lopsided.schedule.cost import FREE, Affine, Costs, Cut, cut_of
-from lopsided.schedule.schedule import Compute, Phase, Schedule
+from lopsided.schedule.schedule import Chunked, Compute, Phase, Schedule
+
+_WIDE = 4  # bytes of an element of a sum over rows, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
             step = schedule.steps[item.node]
             cost = costs.op(step.node, step.rule)
             seconds = cost.backward if item.phase == "backward" else cost.forward
+            if item.node in schedule.chunked:
+                seconds = _in_chunks(seconds, costs, item, step, schedule.chunked[item.node])
             if around and item.conversions:
                 seconds = _with_conversions(seconds, costs, item)
             if item.phase == "again" and item.node in on_some:
@@ -79,6 +84,26 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
         cut = cut_of(update.placement, leaf.value.shape)
         found[update.id] = Computed(update.id, update.parameter, "backward", seconds, cut)
     return PricedStep(schedule, found)
+
+
+def _in_chunks(
+    seconds: tuple[Affine, ...], costs: Costs, item: Compute, step: Step, chunked: Chunked
+) -> tuple[Affine, ...]:
+    """And what every chunk takes beside its rows: launches, and going back the sum over chunks of the gradient of the
+    matrix, which is read and written in a wide dtype where the product does not add to it itself."""
+    values, work = costs.graph.values, costs.work(step.node)
+    logits = values[step.node.results[0].name]
+    chunks = values[step.node.operands[0]].elements / values[step.node.operands[0]].shape[-1] / chunked.rows
+    moved = 0
+    if item.backward and item.node == chunked.nodes[0] and logits.torch_dtype.itemsize < _WIDE:
+        summed = (values[name] for name in step.node.operands[1:])
+        moved = sum(v.elements * (2 * _WIDE + 2 * logits.torch_dtype.itemsize) for v in summed if v.grad)
+    cut = costs.op(step.node, step.rule).cut
+    found = []
+    for affine, kind in zip(seconds, costs.cluster.kinds, strict=True):
+        more = max(chunks - 1, 0.0) * (kind.launch_s * work.kernels[item.backward] + moved / kind.bytes_per_s)
+        found.append(affine + (Affine(more) if cut is None else Affine(0.0, more)))
+    return tuple(found)
 
 
 def _with_conversions(seconds: tuple[Affine, ...], costs: Costs, item: Compute) -> tuple[Affine, ...]:

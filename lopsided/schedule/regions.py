@@ -23,6 +23,7 @@ from lopsided.ir.program import Program
 from lopsided.ops import describe
 from lopsided.ops.op import Call
 from lopsided.schedule.flops import is_product
+from lopsided.schedule.loss_heads import head_of, loss_heads
 from lopsided.schedule.schedule import Decisions, Level, Rerun
 
 
@@ -39,6 +40,7 @@ class RegionNodes:
 def regions_of(program: Program, decisions: Decisions) -> tuple[RegionNodes, ...]:
     """The regions of a step, in the order of the program. Those of the model run again as they are."""
     graph = program.graph
+    heads = [head_of(graph, rerun).nodes for rerun in decisions.reruns if rerun.level == "chunked"]
     places = {step.node.name: k for k, step in enumerate(program.steps)}
     own = reruns(graph) if decisions.recompute else {}
     found: list[tuple[int, RegionNodes]] = []
@@ -48,11 +50,16 @@ def regions_of(program: Program, decisions: Decisions) -> tuple[RegionNodes, ...
             names = tuple(node.name for node in nodes)
             found.append((places[names[0]], RegionNodes(names, frozenset(names))))
     for rerun in decisions.reruns:
+        if rerun.level == "chunked":
+            continue
         first, last = (_place(places, name, rerun) for name in (rerun.first, rerun.last))
         steps = program.steps[first : last + 1]
         if not steps:
             raise ProgramError(f"{rerun} ends before it begins", do="name the first node first")
         found.append((first, region_of(graph, [(step.node, step.rule) for step in steps], rerun)))
+    chunked = {name for nodes in heads for name in nodes}
+    if len(chunked) < sum(map(len, heads)) or any(name in chunked for _, region in found for name in region.nodes):
+        raise ProgramError("a loss runs some rows at a time and again", do="leave one out")
     found.sort(key=lambda pair: pair[0])
     for (_, one), (start, other) in itertools.pairwise(found):
         if start <= places[one.nodes[-1]]:
@@ -123,7 +130,10 @@ def reruns_in(graph: Graph, planned: Sequence[Rerun]) -> Iterator[Rerun]:
     """Those that another graph of the same model has too: of a batch of another shape, or without labels."""
     places = {node.name: k for k, node in enumerate(graph.nodes)}
     own, end = reruns(graph), -1
+    heads = {(head.first, head.last) for head in loss_heads(graph)}
     for rerun in planned:
+        if rerun.level == "chunked" and (rerun.first, rerun.last) not in heads:
+            continue
         first, last = places.get(rerun.first, -1), places.get(rerun.last, -1)
         if end < first <= last and not any(node.name in own for node in graph.nodes[first : last + 1]):
             end = last

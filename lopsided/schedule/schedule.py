@@ -12,6 +12,7 @@ again.
                     in the last (`Schedule.rounds`)
     Recompute       the forward items that the backward pass runs again from here on
     Stretch         the nodes that run from here on as one function
+    Chunked         the nodes that run from here on forward and backward together, so many rows at a time
     Update          the optimizer updates a parameter
 
 An item's `id` is a function of the program alone, so it is the same on every device and in every run: what a run
@@ -50,15 +51,19 @@ BUCKET_BYTES = 25 * 2**20
 """How many bytes of small tensors are sent together: what DistributedDataParallel does unless told otherwise."""
 
 
-Level = Literal["cheap", "attention", "whole"]
+Level = Literal["cheap", "attention", "whole", "chunked"]
 LEVELS: tuple[Level, ...] = ("cheap", "attention", "whole")
 """What of a region runs again: what costs hardly more than reading its operands; products of computed values (which is
-what attention is), too; or the products with parameters as well. Each holds less than the one before."""
+what attention is), too; or the products with parameters as well. Each holds less than the one before.
+
+`chunked` is another matter: a loss and the product before it, forward and backward together, some rows at a time, so
+that nothing of it is kept and nothing runs again (`lopsided.schedule.loss_heads`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """A region that the planner has run again in the backward pass in place of keeping what its nodes save.
+    """A region that the planner has run again in the backward pass in place of keeping what its nodes save; or,
+    chunked, `rows` at a time.
 
     `kinds` are the numbers of the kinds of devices that do so, in the order of the cluster; without, all do, and so
     they do where the region sends something forward. The others keep what they would keep anyway.
@@ -68,13 +73,17 @@ class Rerun:
     last: str
     level: Level = "whole"
     kinds: tuple[int, ...] = ()
+    rows: int = 0  # at a time, of what is chunked
 
     def __str__(self) -> str:
+        level = f"{self.rows}-rows" if self.level == "chunked" else self.level
         on = f":{'+'.join(map(str, self.kinds))}" if self.kinds else ""
-        return f"{self.first}..{self.last}:{self.level}{on}"
+        return f"{self.first}..{self.last}:{level}{on}"
 
 
-_RERUN = re.compile(r"([^\s.:,]+)\.\.([^\s.:,]+):(cheap|attention|whole)(?::(\d{1,4}(?:\+\d{1,4})*))?")
+_RERUN = re.compile(
+    r"([^\s.:,]+)\.\.([^\s.:,]+):(?:(cheap|attention|whole)(?::(\d{1,4}(?:\+\d{1,4})*))?|([1-9]\d{0,11})-rows)"
+)
 
 
 def parse_rerun(text: str) -> Rerun:
@@ -83,8 +92,10 @@ def parse_rerun(text: str) -> Rerun:
     if match is None:
         raise ProgramError(
             f"{text[:80]!r} names no region that runs again",
-            do="write FIRST..LAST:LEVEL, two nodes and one of cheap, attention, whole",
+            do="write FIRST..LAST:LEVEL, two nodes and one of cheap, attention, whole, or N-rows",
         )
+    if match[5]:
+        return Rerun(match[1], match[2], "chunked", rows=int(match[5]))
     level: Level = next(level for level in LEVELS if level == match[3])
     return Rerun(match[1], match[2], level, tuple(map(int, match[4].split("+"))) if match[4] else ())
 
@@ -254,6 +265,16 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunked:
+    """From here on these nodes run forward and backward together, so many rows at a time: a loss, and what makes the
+    large values that it alone needs."""
+
+    id: str
+    nodes: tuple[str, ...]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """The optimizer updates what this device stores of a parameter.
 
@@ -266,7 +287,7 @@ class Update:
     on_host: tuple[int, ...] = ()
 
 
-Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute | Stretch
+Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute | Stretch | Chunked
 
 
 @dataclass(frozen=True)
@@ -341,6 +362,11 @@ class Schedule:
     def regions(self) -> Mapping[str, Recompute]:
         """What runs again, by the id of the region."""
         return {item.id: item for item in self.backward if isinstance(item, Recompute)}
+
+    @cached_property
+    def chunked(self) -> Mapping[str, Chunked]:
+        """Every node that runs some rows at a time, with what it does so with."""
+        return {node: item for item in self.forward if isinstance(item, Chunked) for node in item.nodes}
 
     @cached_property
     def again(self) -> frozenset[str]:
@@ -421,6 +447,8 @@ def _line(item: Item | Update) -> str:
         return f"{item.id} = {item.collective} {item.dtype} {', '.join(item.members)}{hides}"
     if isinstance(item, Stretch):
         return f"{item.id} = {', '.join(item.nodes)}"
+    if isinstance(item, Chunked):
+        return f"{item.id} = {', '.join(item.nodes)} by {item.rows} rows"
     if isinstance(item, Recompute):
         kept = f" keeps {', '.join(item.kept)}" if item.kept else ""
         on = f" on {', '.join(map(str, item.kinds))}" if item.kinds else ""
@@ -439,6 +467,7 @@ _EXCHANGE = re.compile(r"exchange (run|again|back) (\S+) #(\d+)")
 _CONVERT = re.compile(r"(?:convert|take|give) ((∂?)(\S+) (\S+)→(\S+?)( again)?)(?: by (\S+))?")
 _BUCKET = re.compile(r"((gather|reduce)\.\d+) = (\w+) (\w+) (.+?)( waited for)?")
 _STRETCH = re.compile(r"(stretch\.\S+) = (.+)")
+_CHUNKED = re.compile(r"(chunked\.\S+) = (.+) by (\d{1,12}) rows")
 _RECOMPUTE = re.compile(r"(recompute\.\d+) = (.+?)(?: keeps (.+?))?(?: on ([\d, ]+))?")
 _UPDATE = re.compile(r"update (\S+) (\S+)(?: from host on ([\d, ]+))?")
 _PHASES: Mapping[str, Phase] = {"run": "forward", "again": "again", "back": "backward"}
@@ -495,6 +524,8 @@ class _Parser:
             )
         if match := _STRETCH.fullmatch(line):
             return Stretch(match[1], tuple(match[2].split(", ")))
+        if match := _CHUNKED.fullmatch(line):
+            return Chunked(match[1], tuple(match[2].split(", ")), int(match[3]))
         if match := _RECOMPUTE.fullmatch(line):
             kept, kinds = (tuple(part.split(", ")) if part else () for part in (match[3], match[4]))
             return Recompute(match[1], tuple(match[2].split(", ")), kept, tuple(map(int, kinds)))
@@ -530,7 +561,7 @@ class _Parser:
                 if isinstance(item, Bucket):
                     items[k] = self._filled(item, known)
         conversions = conversions_of(self.program)
-        forward, backward = (counted(items, conversions) for items in self.passes.values())
+        forward, backward = counted(self.passes["forward"], self.passes["backward"], conversions)
         return Schedule(self.program, self.decisions, forward, backward, tuple(self.updates))
 
     def _filled(
@@ -610,35 +641,42 @@ def conversions_of(program: Program) -> dict[str, int]:
     return found
 
 
-def counted(items: Sequence[Item], conversions: Mapping[str, int]) -> tuple[Item, ...]:
-    """The items, with each node told how many conversions were made for it, and how many bytes it packs to send.
+def counted(
+    forward: Sequence[Item], backward: Sequence[Item], conversions: Mapping[str, int]
+) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """The items of both passes, with each node told how many conversions were made for it, and how many bytes it packs
+    to send.
 
     What is packed forward comes before the node, what is packed backward after it. Backward every conversion counts,
     also one whose transpose sends nothing: the process does some work there.
     """
-    packed = _packed(items)
-    return tuple(
+    items = (*forward, *backward)
+    packed = _packed(forward, backward)
+    told = tuple(
         Compute(item.id, item.node, item.phase, conversions[item.node], packed.get(item.id, 0))
         if isinstance(item, Compute)
         else item
         for item in items
     )
+    return told[: len(forward)], told[len(forward) :]
 
 
-def _packed(items: Sequence[Item]) -> dict[str, int]:
+def _packed(*passes: Sequence[Item]) -> dict[str, int]:
     found: dict[str, int] = {}
-    before, last = 0, ""
-    for item in items:
-        if isinstance(item, Redistribute) and item.transfer is not None:
-            if item.phase == "backward" and last:
-                found[last] = found.get(last, 0) + item.transfer.whole_bytes
-            elif item.phase != "backward":
-                before += item.transfer.whole_bytes
-        elif isinstance(item, Compute):
-            if item.phase == "backward":
-                last, before = item.id, 0
-            else:
-                found[item.id], before = before, 0
+    last = ""
+    for items in passes:
+        before = 0
+        for item in items:
+            if isinstance(item, Redistribute) and item.transfer is not None:
+                if item.phase == "backward" and last:
+                    found[last] = found.get(last, 0) + item.transfer.whole_bytes
+                elif item.phase != "backward":
+                    before += item.transfer.whole_bytes
+            elif isinstance(item, Compute):
+                if item.phase == "backward":
+                    last, before = item.id, 0
+                else:
+                    found[item.id], before = before, 0
     return found
 
 
@@ -696,6 +734,9 @@ def _check_order(schedule: Schedule) -> None:
             if (item.value, item.source) not in facts:
                 raise ProgramError(f"{item.id!r}: there is no {item.source} of {item.value} yet", do="make it before")
             facts.add((item.value, item.to))
+        elif isinstance(item, Compute) and item.phase == "backward":
+            if item.node not in schedule.chunked:
+                raise ProgramError(f"{item.node} runs backward too early", do="go backward in the backward pass")
         elif isinstance(item, Compute):
             step = steps[item.node]
             for copy in zip(step.node.operands, step.rule.needs, strict=True):

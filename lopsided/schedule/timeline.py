@@ -34,7 +34,17 @@ from dataclasses import dataclass
 from lopsided.cluster.collectives import Network
 from lopsided.schedule.cost import Scale, Transfer
 from lopsided.schedule.pricing import Computed, PricedStep
-from lopsided.schedule.schedule import Bucket, Compute, Exchange, GatherBucket, Item, Recompute, Redistribute, Stretch
+from lopsided.schedule.schedule import (
+    Bucket,
+    Chunked,
+    Compute,
+    Exchange,
+    GatherBucket,
+    Item,
+    Recompute,
+    Redistribute,
+    Stretch,
+)
 
 NETWORK = "network"
 
@@ -197,7 +207,7 @@ class _Lanes:
                 if (computed := self.items.get(item.id)) is not None:
                     stretch.append(computed)
                 continue
-            if isinstance(item, Recompute | Stretch) or (
+            if isinstance(item, Recompute | Stretch | Chunked) or (
                 isinstance(item, Redistribute)
                 and item.bucket not in self.gathers
                 and (item.bucket or not item.transfer)

@@ -36,6 +36,7 @@ from lopsided.planner.recompute import blocks_of
 from lopsided.planner.search import search
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Scale
+from lopsided.schedule.loss_heads import loss_heads
 from lopsided.schedule.rounds import in_rounds
 from lopsided.schedule.schedule import (
     LEVELS,
@@ -100,11 +101,16 @@ def built(spec: str) -> tuple[nn.Module, dict[str, object]]:
 def run_named(spec: str, name: str) -> Run:
     if name.endswith(" in stretches"):
         return replace(run_named(spec, name.removesuffix(" in stretches")), stretch=24)
+    if name.endswith(" in chunks"):
+        run = run_named(spec, name.removesuffix(" in chunks"))
+        heads = loss_heads(parse_graph(run.graph))
+        return replace(run, reruns=(*run.reruns, *(head.chunked(rows=16) for head in heads)))
     if name.endswith(" in blocks"):
         run = run_named(spec, name.removesuffix(" in blocks"))
         graph = parse_graph(run.graph)
         levels = itertools.cycle(LEVELS)
-        spans = [(graph.nodes[start].name, graph.nodes[stop - 1].name) for start, stop in blocks_of(graph)]
+        heads = {name for head in loss_heads(graph) for name in head.nodes}
+        spans = [(graph.nodes[start].name, graph.nodes[stop - 1].name) for start, stop in blocks_of(graph, heads)]
         return replace(run, reruns=tuple(Rerun(*span, level) for span, level in zip(spans, levels, strict=False)))
     if name.endswith(" in rounds"):
         return in_three_rounds(spec, name.removesuffix(" in rounds"))
@@ -315,6 +321,17 @@ def test_stretches_issue_what_the_schedule_says(model: str, name: str, crews: Ca
 def test_rounds_issue_what_the_schedule_says(model: str, name: str, crews: Callable[[int], WorkerPool]) -> None:
     spec = re.sub(r"batch=\d+", "batch=6", zoo.SMALL[model])
     assert differences(spec, f"{name} in rounds", crews(3)) == []
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", [*PROGRAMS, "zero-again in blocks", "dp in blocks", "dp in stretches"])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "mixed bert", "t5"])
+def test_losses_in_chunks_issue_what_the_schedule_says(
+    model: str, name: str, crews: Callable[[int], WorkerPool]
+) -> None:
+    kind, _, small = model.rpartition(" ")
+    spec = f"{kind} {zoo.SMALL[small]}".strip()
+    assert differences(spec, f"{name} in chunks", crews(3)) == []
 
 
 def test_parameters_of_two_dtypes_never_share_a_bucket() -> None:

@@ -242,7 +242,7 @@ def test_the_small_device_recomputes_and_the_large_one_keeps(graph: Graph) -> No
     plenty = plan_graph(graph, pair(640, 640), pins=("*=I",))
     large, small = (held / 2**20 / 0.92 for held in plenty.memory_bytes)
     plan = plan_graph(graph, pair(1.01 * large, 0.85 * small), pins=("*=I",), microbatches=1)
-    assert {rerun.kinds for rerun in plan.reruns} == {(1,)}
+    assert {rerun.kinds for rerun in plan.reruns if rerun.level != "chunked"} == {(1,)}
     assert {region.kinds for region in plan.schedule.regions.values()} == {(1,)}
     agrees(plan, SPEC)
 
