@@ -54,12 +54,12 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def short(graph: Graph) -> Plan:
-    return plan_graph(graph, pair(0.35, 0.25), optimizer="sgd")
+    return plan_graph(graph, pair(0.2, 0.15), optimizer="sgd")
 
 
 def test_what_does_not_fit_at_once_is_computed_in_rounds(graph: Graph, short: Plan) -> None:
     with pytest.raises(DoesNotFitError):
-        plan_graph(graph, pair(0.35, 0.25), optimizer="sgd", microbatches=1)
+        plan_graph(graph, pair(0.2, 0.15), optimizer="sgd", microbatches=1)
     assert short.microbatches > 1
     limits = dict(zip([kind.name for kind in short.on.kinds], memory_limits(short.on), strict=True))
     for device, held in zip(short.on.kinds, short.memory_bytes, strict=True):
@@ -165,7 +165,7 @@ def test_memory_has_one_rounds_activations_and_the_sums(graph: Graph) -> None:
 
 
 def test_a_known_plan_in_rounds_competes(graph: Graph, short: Plan) -> None:
-    again = plan_graph(graph, pair(0.35, 0.25), optimizer="sgd", known=[short])
+    again = plan_graph(graph, pair(0.2, 0.15), optimizer="sgd", known=[short])
     assert again.step_s <= short.step_s * (1 + 1e-9)
 
 
