@@ -1,19 +1,24 @@
 """Processes are killed at random, and runs go on. Writes results/faults.json.
 
-python benchmarks/faults.py [--kills 20] [--soak 600] [--seed 0]
+python benchmarks/faults.py [--kills 48] [--soak 600] [--seed 0]
 
-A run of two processes trains a small model by a plan for three devices, with a checkpoint every second step. One of its
-processes, chosen at random, is killed at a random moment: while it starts, plans, trains, saves or loads. When all have
-ended, the run goes on in a world of as many processes, one fewer, or one more. Told are
+The whole benchmark, some three hours on two cores: --kills 288 (96 of each change of the world) --soak 5000.
+
+A run of two processes trains a small model by a plan for three devices, with a checkpoint every second step, or, in
+every second run, every sixteenth and in memory. One of its processes, chosen at random, is killed: at any moment (while
+it starts, plans, trains), or while it saves, loads (a run that was killed before), takes other shares, or compiles.
+When all have ended, the run goes on in a world of as many processes, one fewer, or one more. Told are
 
     went_on            runs that came to their last step
     same_losses        of these, those whose losses are one device's (1e-5 in float32)
     checkpoints_lost   runs that went on from an earlier step than the last checkpoint that was complete
     orphans            processes that lived longer than `ENDS_S` after one of them was killed
-    ended_s, next_step_s   medians from the death to the end of all others, and to the next step of the new world
+    from_memory        runs that went on from a later step than the last checkpoint on the disk
+    ended_s, next_step_s   medians from the death to the end of all others, and to the next step of the new world; those
+                           of a world that goes on from memory besides
 
 With `--soak`, two processes then train so many steps, with checkpoints, evaluation and other shares now and then, and
-memory, descriptors and threads after a sixth of them are compared with those at the end.
+memory, descriptors and threads after 500 (or a sixth) of them are compared with those at the end.
 
 Processes are forked from this one, which has imported everything: what it takes to start an interpreter is not counted.
 """
@@ -32,7 +37,9 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +54,17 @@ from lopsided.models.by_name import load
 from lopsided.planner.plan_file import load_plan, save_plan
 from lopsided.planner.planner import plan_graph
 from lopsided.runtime.agreement import ELASTIC_VARIABLE
+from lopsided.runtime.checkpoint import in_memory
 from lopsided.runtime.checkpoint.folder import steps_in
+from lopsided.runtime.control_plane import accord_of
 from lopsided.runtime.moving import with_shares
 
 SPEC = "mlp:layers=2,width=12,classes=5,batch=8"
 STEPS, STEP_S = 24, 0.05
 ENDS_S, MOST_S = 40.0, 120.0
 WORLD = 2
+AIMS = ("any", "save", "any", "replan", "any", "load", "any", "compile")
+"""At which moment of a run somebody is killed, run after run."""
 
 
 def cluster() -> Cluster:
@@ -88,14 +99,42 @@ def alone() -> list[float]:
     return losses[:STEPS]
 
 
-def train(folder: Path, attempt: str) -> None:
+@dataclass(frozen=True)
+class Way:
+    """How a run trains, and when one of its processes is to be killed."""
+
+    aim: str
+    in_memory: bool
+
+
+def phase_of(folder: Path, attempt: str, rank: int) -> str:
+    path = folder / f"{attempt}-{rank}.phase"
+    return path.read_text() if path.exists() else ""
+
+
+def train(folder: Path, attempt: str, way: Way) -> None:
+    rank = os.environ["RANK"]
+
+    def now(phase: str) -> None:
+        beside = folder / f"{attempt}-{rank}.next"
+        beside.write_text(phase)
+        beside.rename(folder / f"{attempt}-{rank}.phase")
+
+    now("plan")
     torch.manual_seed(0)
     model, batch = load(SPEC)
-    pm = lopsided.parallelize(model, batch, plan=folder / "plan.json", timeout_s=30, measure_s=1.0, quiet=True)
+    compiles = way.aim == "compile"
+    pm = lopsided.parallelize(
+        model, batch, plan=folder / "plan.json", timeout_s=30, measure_s=1.0, quiet=True, compile=compiles
+    )
     opt = torch.optim.AdamW(pm.parameters(), lr=1e-2)
     batches = lopsided.shard(DataLoader(data(), batch_size=8), pm)  # type: ignore[arg-type]
-    kept = lopsided.Checkpoints(pm, opt, folder / "run", every=2, loader=batches)
+    every, copies = (16, 0) if way.in_memory else (2, None)
+    in_memory.PART_OF_TIME = 0.5  # a run has a second of training: in memory as often as can be
+    kept = lopsided.Checkpoints(pm, opt, folder / "run", every=every, loader=batches, keep_copies=copies)
+    now("load")
     began = kept.resume()
+    now("compile" if compiles else "first step")
     with (folder / f"{attempt}-{pm.world.rank}.txt").open("w") as told:
         told.write(f"{began}\n")
         told.flush()
@@ -107,7 +146,13 @@ def train(folder: Path, attempt: str) -> None:
                 opt.zero_grad()
                 told.write(f"{pm.steps_done} {loss.item()!r} {time.time()}\n")
                 told.flush()
+                now("save")
                 kept.step()
+                if way.aim == "replan" and pm.steps_done % 4 == 0 and pm.plan.on.devices > 1:
+                    now("replan")
+                    pm.replan(with_shares(pm.plan, (*pm.plan.shares.work[1:], pm.plan.shares.work[0])))
+                saving = accord_of(pm).saving
+                now("train" if saving is None or saving.done else "save")
                 time.sleep(STEP_S)
                 if pm.steps_done == STEPS:
                     break
@@ -170,20 +215,41 @@ def steps_of(folder: Path, attempt: str) -> tuple[int | None, dict[int, float], 
     return None, {}, 0.0
 
 
-def one_kill(wanted: list[float], plan: str, dice: random.Random, change: int, typical_s: float) -> dict[str, Any]:
+def killed(folder: Path, attempt: str, way: Way, phase: str, dice: random.Random, typical_s: float) -> tuple[Any, ...]:
+    """A world of which one is killed in this phase: when, in which phase it was, when the others had ended, and how
+    many never did."""
+    processes = started(WORLD, lambda: train(folder, attempt, way), folder / attempt)
+    victim = dice.choice([*processes])
+    rank, began_s = processes[victim], time.monotonic()
+    if phase == "any":
+        time.sleep(dice.uniform(0, typical_s))
+    else:
+        passes = dice.choice((1, 1, 2, 5)) if phase in ("save", "replan") else 1
+        for wanted in [one for _ in range(passes) for one in (True, False)][:-1]:
+            while time.monotonic() - began_s < MOST_S and (phase_of(folder, attempt, rank) == phase) != wanted:
+                time.sleep(0.0005)
+        time.sleep(dice.uniform(0, 0.02 if phase != "compile" else 2.0))
+    was = phase_of(folder, attempt, rank) or "start"
+    os.kill(victim, signal.SIGKILL)
+    died_s = time.time()
+    codes = ended(processes, ENDS_S)
+    return died_s, was, time.time() - died_s, WORLD - len(codes)
+
+
+def one_kill(
+    wanted: list[float], plan: str, dice: random.Random, change: int, way: Way, typical_s: float
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="lopsided-faults-") as name:
         folder = Path(name)
         (folder / "plan.json").write_text(plan)
-        processes = started(WORLD, lambda: train(folder, "a"), folder / "a")
-        victim, after_s = dice.choice([*processes]), dice.uniform(0, typical_s)
-        time.sleep(after_s)
-        os.kill(victim, signal.SIGKILL)
-        died_s = time.time()
-        codes = ended(processes, ENDS_S)
-        ended_s, complete = time.time() - died_s, steps_in(folder / "run")
-        again = started(WORLD + change, lambda: train(folder, "b"), folder / "b")
+        orphans = 0
+        if way.aim == "load":
+            *_, orphans = killed(folder, "a0", way, "train", dice, typical_s)
+        died_s, phase, ended_s, more = killed(folder, "a1", way, way.aim, dice, typical_s)
+        complete = steps_in(folder / "run")
+        again = started(WORLD + change, lambda: train(folder, "b", way), folder / "b")
         codes_again = ended(again, MOST_S)
-        _, before, _ = steps_of(folder, "a")
+        before = {step: loss for one in ("a0", "a1") for step, loss in steps_of(folder, one)[1].items()}
         began, after, first_s = steps_of(folder, "b")
         losses = before | after
         went_on = len(codes_again) == len(again) and not any(codes_again.values())
@@ -196,12 +262,15 @@ def one_kill(wanted: list[float], plan: str, dice: random.Random, change: int, t
         trouble = "" if went_on else "".join(p.read_text()[-1500:] for p in folder.glob("b.[0-9]"))
         return {
             "change": change,
-            "killed_after_s": round(after_s, 2),
+            "aim": way.aim,
+            "killed_while": phase,
+            "in_memory": way.in_memory,
+            "from_memory": bool(began is not None and began > max(complete, default=0)),
             "steps_before": len(before),
             "went_on": went_on,
             "same_losses": bool(same),
             "checkpoint_lost": bool(complete and began is not None and began < complete[-1]),
-            "orphans": WORLD - len(codes),
+            "orphans": orphans + more,
             "ended_s": round(ended_s, 2),
             "next_step_s": None if done_before or not first_s else round(first_s - died_s, 2),
             "trouble": trouble,
@@ -226,7 +295,9 @@ def soak(folder: Path, steps: int) -> None:
     pm = lopsided.parallelize(model, batch, plan=folder / "plan.json", timeout_s=30, quiet=True)
     opt = torch.optim.AdamW(pm.parameters(), lr=1e-3)
     batches = lopsided.shard(DataLoader(data(), batch_size=8), pm)  # type: ignore[arg-type]
-    kept = lopsided.Checkpoints(pm, opt, folder / "run", every=max(steps // 40, 1), loader=batches, keep=2)
+    kept = lopsided.Checkpoints(
+        pm, opt, folder / "run", every=max(steps // 40, 1), loader=batches, keep=2, keep_copies=0
+    )
     whole, told = named(next(iter(DataLoader(data(), batch_size=8)))), {}  # type: ignore[arg-type]
     shares = (pm.plan.shares.work, tuple(reversed(pm.plan.shares.work)))
     while pm.steps_done < steps:
@@ -244,7 +315,7 @@ def soak(folder: Path, steps: int) -> None:
                 pm.train()
             if done % max(steps // 20, 1) == 0:
                 pm.replan(with_shares(pm.plan, shares[done // max(steps // 20, 1) % 2]))
-            if done in (steps // 6, steps):
+            if done in (min(500, steps // 6), steps):
                 told[done] = held()
             if done == steps:
                 break
@@ -256,7 +327,7 @@ def soaked(plan: str, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="lopsided-faults-") as name:
         folder = Path(name)
         (folder / "plan.json").write_text(plan)
-        codes = ended(started(WORLD, lambda: soak(folder, steps), folder / "soak"), 300.0)
+        codes = ended(started(WORLD, lambda: soak(folder, steps), folder / "soak"), 60.0 + 0.5 * steps)
         files = sorted(folder.glob("soak-*.json"))
         trouble = "" if len(files) == WORLD else "".join(p.read_text()[-1500:] for p in folder.glob("soak.[0-9]"))
         return {"steps": steps, "codes": codes, "ranks": [json.loads(p.read_text()) for p in files], "trouble": trouble}
@@ -264,7 +335,7 @@ def soaked(plan: str, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--kills", type=int, default=20, help="100 for the whole benchmark")
+    options.add_argument("--kills", type=int, default=48, help="288 for the whole benchmark")
     options.add_argument("--soak", type=int, default=600, help="steps; 0 for none")
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
@@ -280,18 +351,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "plan.json").write_text(plan)
-        ended(started(WORLD, lambda: train(folder, "a"), folder / "a"), MOST_S)
+        ended(started(WORLD, lambda: train(folder, "a1", Way("any", False)), folder / "a"), MOST_S)
     typical_s = time.monotonic() - began_s
     kills = []
     for number in range(given.kills):
         try:
-            kills.append(one_kill(wanted, plan, dice, (0, -1, 1)[number % 3], typical_s))
+            way = Way(AIMS[number // 6 % len(AIMS)], number % 2 == 1)
+            kills.append(one_kill(wanted, plan, dice, (0, -1, 1)[number % 3], way, typical_s))
         except Exception:
             kills.append({"trouble": traceback.format_exc(), "went_on": False})
         print({key: value for key, value in kills[-1].items() if key != "trouble"}, kills[-1]["trouble"], flush=True)
 
-    def median(key: str) -> float | None:
-        times = [one[key] for one in kills if one.get(key) is not None]
+    def median(key: str, only: str = "") -> float | None:
+        times = [one[key] for one in kills if one.get(key) is not None and (not only or one[only])]
         return round(statistics.median(times), 2) if times else None
 
     summary = {
@@ -300,6 +372,9 @@ def main() -> None:
         **{key: sum(bool(one.get(key)) for one in kills) for key in ("went_on", "same_losses")},
         "checkpoints_lost": sum(bool(one.get("checkpoint_lost")) for one in kills),
         "orphans": sum(one.get("orphans", 0) for one in kills),
+        "from_memory": sum(bool(one.get("from_memory")) for one in kills),
+        "killed_while": dict(Counter(one.get("killed_while", "?") for one in kills)),
+        "median_next_step_from_memory_s": median("next_step_s", "from_memory"),
         "typical_run_s": round(typical_s, 2),
         **{f"median_{key}": median(key) for key in ("ended_s", "next_step_s")},
     }

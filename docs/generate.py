@@ -1,5 +1,5 @@
-"""Write the generated docs: rules.md from the table, coverage.md, benchmarks.md, planning.md, runtime-benchmarks.md
-and scripts.md from benchmark results.
+"""Write the generated docs: rules.md from the table, coverage.md, benchmarks.md, planning.md, runtime-benchmarks.md,
+scripts.md, shapes.md and faults-measured.md from benchmark results.
 
 python docs/generate.py
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -540,6 +541,160 @@ def main() -> None:
             (HERE / f"{name}.md").write_text(page(*(json.loads(path.read_text()) for path in results)))
 
 
+def faults_page(
+    faults: dict[str, Any], pace: dict[str, Any], goodput: dict[str, Any], strangers: dict[str, Any]
+) -> str:
+    lines = [
+        NOTE,
+        "# Faults, measured\n",
+        "What the words mean is in the head of each benchmark; how it works, in [faults.md](faults.md).\n",
+    ]
+    for part in (
+        _goals(faults, pace, goodput, strangers),
+        _kills(faults),
+        _goodput(goodput),
+        _paces(pace),
+        _soaked(faults),
+    ):
+        lines += part
+    return "\n".join([*lines, *_strangers(strangers)]) + "\n"
+
+
+def _from(data: dict[str, Any]) -> str:
+    about = data["about"]
+    return f"`{about['command']}`, commit {about['commit']}, torch {about['torch']}, {about['machine']}.\n"
+
+
+def _goals(
+    faults: dict[str, Any], pace: dict[str, Any], goodput: dict[str, Any], strangers: dict[str, Any]
+) -> list[str]:
+    told, slow, noise = faults["summary"], pace["slow"], pace["noise"]
+    on, memory = told["median_next_step_s"], told["median_next_step_from_memory_s"]
+    lost = told["checkpoints_lost"] + told["orphans"]
+    follow = [slow[which]["steps_to_follow"] for which in ("slowed", "let_go")]
+    growth = _growth(faults)
+    bad = sum(one[key] for one in strangers["formats"].values() for key in ("tracebacks", "hangs", "above_1_GiB"))
+    rows = [
+        (
+            "every run that lost a process goes on",
+            f"{told['went_on']} of {told['kills']}",
+            told["went_on"] == told["kills"],
+        ),
+        (
+            "with the losses of one device",
+            f"{told['same_losses']} of {told['kills']}",
+            told["same_losses"] == told["kills"],
+        ),
+        ("no checkpoint lost, no orphan", f"{lost}", lost == 0),
+        ("median from the death to the next step, 15 s at the most", _s(on), on is not None and on <= 15),
+        ("the same from memory, 5 s at the most", _s(memory), memory is not None and memory <= 5),
+        ("goodput at a kill a minute, 90 % at least", f"{goodput['goodput']:.1%}", goodput["goodput"] >= 0.9),
+        (
+            "a device slowed to a third, and let go: followed within 20 steps",
+            ", ".join("never" if one is None else str(one) for one in follow),
+            all(one is not None and one <= 20 for one in follow),
+        ),
+        (f"noise of 10 % in {noise['steps']} steps changes nothing", str(noise["changes"]), noise["changes"] == 0),
+        ("memory after a soak as before, to 2 %", f"{growth:+.1%}", growth <= 0.02),
+        ("watching, under 1 % of a step of 50 ms", f"{pace['watched']['cost']:.2%}", pace["watched"]["cost"] < 0.01),
+        ("files of strangers: tracebacks, hangs, memory", str(bad), bad == 0),
+    ]
+    return [
+        "| goal | found | |\n|---|---|---|",
+        *(f"| {goal} | {found} | {_met(met)} |" for goal, found, met in rows),
+        "",
+    ]
+
+
+def _s(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f} s"
+
+
+def _growth(faults: dict[str, Any]) -> float:
+    pairs = [[one[step]["memory_kB"] for step in sorted(one, key=int)] for one in faults["soak"]["ranks"]]
+    return float(max(last / first - 1 for first, last in pairs))
+
+
+def _kills(data: dict[str, Any]) -> list[str]:
+    told = data["summary"]
+    lines = [
+        "## Kills\n",
+        _from(data),
+        "| killed while it was at | runs | went on | from memory | to the next step |\n|---|---|---|---|---|",
+    ]
+    for phase in sorted(told["killed_while"]):
+        runs = [one for one in data["runs"] if one.get("killed_while") == phase]
+        times = [one["next_step_s"] for one in runs if one["next_step_s"] is not None]
+        counts = " | ".join(str(sum(bool(one[key]) for one in runs)) for key in ("went_on", "from_memory"))
+        lines.append(f"| {phase} | {len(runs)} | {counts} | {_s(statistics.median(times) if times else None)} |")
+    worlds = {0: "as many", -1: "one fewer", 1: "one more"}
+    counts = Counter(worlds[one["change"]] for one in data["runs"] if one["went_on"])
+    went_on = ", ".join(f"{words} {counts[words]}" for words in worlds.values())
+    return [*lines, f"\nWorlds that went on: {went_on}. Start-up of the interpreter is not counted.\n"]
+
+
+def _goodput(data: dict[str, Any]) -> list[str]:
+    lost, starts = data["lost_s"], data["start_s"]
+    return [
+        "## Goodput\n",
+        _from(data),
+        f"{data['steps']:,} steps of {1e3 * data['step_s']:.0f} ms in {data['seconds'] / 60:.1f} minutes with "
+        f"{data['kills']} kills, of which {data['went_on']} were gone on from: {data['goodput']:.1%} of what there "
+        f"would have been without. A kill cost {statistics.median(lost):.1f} s, of which "
+        f"{statistics.median(starts):.1f} s until new processes had started and imported (medians).\n",
+    ]
+
+
+def _paces(data: dict[str, Any]) -> list[str]:
+    lines = [
+        "## A device slows down\n",
+        _from(data),
+        "| | first steps | then | by a plan for it | followed after | shares |\n|---|---|---|---|---|---|",
+    ]
+    for which, words in (("slowed", "to a third"), ("let_go", "let go")):
+        one = data["slow"][which]
+        first = f"{1e3 * one['first_step_s']:.0f} ms" if "first_step_s" in one else ""
+        shares = ", ".join(f"{share:.0%}" for share in one["shares"])
+        follow = "never" if one["steps_to_follow"] is None else f"{one['steps_to_follow']} steps"
+        lines.append(
+            f"| {words} | {first} | {1e3 * one['after_step_s']:.0f} ms "
+            f"| {1e3 * one['reference_step_s']:.0f} ms | {follow} | {shares} |"
+        )
+    calls, threads = (max(one[key] for one in data["watched"]["a_step"]) for key in ("calls_s", "threads_s"))
+    watching = f"{1e6 * calls:.0f} µs of calls and {1e6 * threads:.0f} µs of a processor for threads"
+    watching = f"Watching takes {watching} in a step of 50 ms."
+    return [*lines, "", watching, ""]
+
+
+def _soaked(data: dict[str, Any]) -> list[str]:
+    lines = [
+        f"## Soak\n\n{data['soak']['steps']:,} steps with checkpoints on disk and in memory, evaluation and changes "
+        "of shares.\n"
+    ]
+    lines.append("| rank | after steps | memory | descriptors | threads |\n|---|---|---|---|---|")
+    for rank, one in enumerate(data["soak"]["ranks"]):
+        for step in sorted(one, key=int):
+            at = one[step]
+            lines.append(
+                f"| {rank} | {step} | {at['memory_kB'] / 1e3:.0f} MB | {at['descriptors']} | {at['threads']} |"
+            )
+    return [*lines, ""]
+
+
+def _strangers(data: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Files of strangers\n",
+        _from(data),
+        "| format | files | read | refused | tracebacks | hangs | above 1 GiB | longest |\n" + "|---" * 8 + "|",
+    ]
+    for name, one in data["formats"].items():
+        counts = " | ".join(
+            f"{one[key]:,}" for key in ("files", "read", "refused", "tracebacks", "hangs", "above_1_GiB")
+        )
+        lines.append(f"| {name} | {counts} | {one['longest_s']:.1f} s |")
+    return lines
+
+
 PAGES: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
     ("coverage", coverage_page, ("coverage",)),
     ("benchmarks", benchmarks_page, ("algebra",)),
@@ -547,6 +702,7 @@ PAGES: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
     ("runtime-benchmarks", runtime_page, ("runtime", "runtime-cuda", "compiled-cuda")),
     ("scripts", scripts_page, ("scripts",)),
     ("shapes", shapes_page, ("shapes",)),
+    ("faults-measured", faults_page, ("faults", "pace", "goodput", "strangers")),
 )
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/07_lightning.py        # the processes are measured and a plan is made
 
-Run alone (`python examples/07_lightning.py`) it trains on one device. Needs `pip install lopsided[lightning]`.
+For so small a model the plan may use one device alone: the strategy then says how many processes to start. Run alone
+(`python examples/07_lightning.py`) it trains on one device. Needs `pip install lopsided[lightning]`.
 """
 
 import os

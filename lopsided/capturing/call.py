@@ -236,6 +236,11 @@ def take_apart(output: object) -> tuple[list[Tensor], Callable[[Sequence[Any]], 
 def _take_leaf(leaf: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
     if isinstance(leaf, Tensor):
         return [leaf], lambda given: given[0]
+    if isinstance(leaf, torch.SymInt | torch.SymFloat):
+        # A number that the model took out of a tensor, `loss.item()`: there is another in every step.
+        dtype = torch.int64 if isinstance(leaf, torch.SymInt) else torch.float64
+        number: Any = leaf
+        return [torch.scalar_tensor(number, dtype=dtype)], lambda given: given[0].item()
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return _take_fields(leaf)
     kept = NotReturned(type(leaf).__name__) if _holds_tensors(leaf) else leaf

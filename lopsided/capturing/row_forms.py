@@ -521,6 +521,11 @@ def created(write: Writer, node: fx.Node) -> Any:
     return write.rows(node.meta["val"], write.again(node, size=full_shape), counts)
 
 
+def tensor_of(write: Writer, node: fx.Node) -> fx.Node:
+    """A number that was read from a tensor, as a tensor again."""
+    return write.emit.call(aten.to.dtype, write.became(node.args[0]), node.meta["val"].dtype)
+
+
 def numbered(write: Writer, node: fx.Node) -> Rows:
     """`arange(len(rows))`: how many rows that count come before."""
     args = write.args(node)
@@ -755,9 +760,8 @@ _ELEMENTWISE = (
 )
 _VIEWS = "view reshape flatten ravel unflatten view_as reshape_as"
 
-OF_NUMBERS = frozenset(
-    ("select", "slice", "arange", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "expand")
-)
+_OF_NUMBERS = "select slice arange zeros ones full new_zeros new_ones new_full expand scalar_tensor"
+OF_NUMBERS = frozenset(_OF_NUMBERS.split())
 """Forms of calls that may have a number from the data and no rows."""
 
 FORMS: dict[str, Form] = {
@@ -795,6 +799,7 @@ FORMS: dict[str, Form] = {
     "expand": expand,
     **dict.fromkeys(("zeros", "ones", "full", "new_zeros", "new_ones", "new_full"), created),
     "arange": numbered,
+    "scalar_tensor": tensor_of,
     "broadcast_tensors": broadcast,
     "einsum": einsum,
     "topk": topk,

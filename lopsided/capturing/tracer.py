@@ -22,10 +22,13 @@ from lopsided.capturing.export import region_of
 from lopsided.capturing.functionalize import Functional
 from lopsided.errors import CaptureError
 from lopsided.ir.graph import DTYPE_NAMES, Arg, Atom, Context, Graph, Leaf, Node, Ref, Source, Value
+from lopsided.ir.grouped_mm import GROUPED_MM
 
 _LARGEST_CONSTANT = 1 << 20
 # Checks that export leaves in the graph; they constrain nothing that a captured shape does not already fix.
 _CHECKS = ("_assert", "sym_constrain", "_functional_assert")
+_IN_PLACE_OF = {"transformers.grouped_mm_fallback.default": GROUPED_MM}
+"""Ops of other libraries that are known to compute the same as one of ours."""
 
 
 def surrounding_autocast() -> str:
@@ -241,7 +244,8 @@ class Tracer:
         # In the order of the schema, so that operands are listed alike however the call was written.
         order = [argument.name for argument in target._schema.arguments]
         kwargs = tuple((key, self.arg(node.kwargs[key])) for key in sorted(node.kwargs, key=order.index))
-        call = Node(str(target), args, kwargs, results, self.context, source=source)
+        name = _IN_PLACE_OF.get(str(target), str(target))
+        call = Node(name, args, kwargs, results, self.context, source=source)
         if call.op == "aten.batch_norm.default":
             self.names[node] = self.batch_norm(call)
             return

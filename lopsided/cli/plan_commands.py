@@ -118,7 +118,8 @@ def plan_command(
     runs = [one for one in before if isinstance(one, Run)]
     on = with_memory_seen(on, runs)
     # A plan that failed is none that an answer may come to.
-    plans = [one.plan if isinstance(one, Run) else one for one in before if one not in runs or not one.out_of_memory]
+    kept = [one for one in before if not (isinstance(one, Run) and one.out_of_memory)]
+    plans = [one.plan if isinstance(one, Run) else one for one in kept]
     without = sorted(additions_named(name.strip() for name in ablate.split(",") if name.strip()))
     if not time_limit >= 0:
         raise InputError(f"a time limit of {time_limit:g} s", where="--time-limit", do="give seconds, 0 or more")

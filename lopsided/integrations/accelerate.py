@@ -43,6 +43,7 @@ from lopsided.integrations.preparing import (
 )
 from lopsided.integrations.sharded_batches import ShardedBatches
 from lopsided.planner.plan_data import Plan
+from lopsided.runtime.adoption import check_bare
 from lopsided.runtime.batches import shard
 from lopsided.runtime.checkpoint import checkpoint
 from lopsided.runtime.checkpoint.state import full_state_dict
@@ -150,12 +151,7 @@ class Accelerator(UnequalAccelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def _parallelized(self, model: nn.Module, loader: DataLoader[Any] | None, optimizer: str) -> Parallel:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise InputError(
-                f"the model is a {type(model).__name__} already",
-                where="Accelerator.prepare",
-                do="prepare the model itself: the plan takes its place",
-            )
+        check_bare(model)
         if self._example is None and loader is None:
             raise InputError(
                 "there is no batch to plan for",

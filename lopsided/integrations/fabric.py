@@ -29,6 +29,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.errors import CheckpointError, InputError
 from lopsided.integrations.preparing import call_of, of_all_processes, random_numbers_untouched
 from lopsided.planner.plan_data import Plan
+from lopsided.runtime.adoption import check_bare
 from lopsided.runtime.batches import shard
 from lopsided.runtime.checkpoint import checkpoint as pieces
 from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
@@ -72,6 +73,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
                 do="put both into one module whose forward takes an argument that says which step it is "
                 "(docs/training.md, several objectives)",
             )
+        check_bare(module)
         device = self.root_device if self.root_device.type != "cpu" else "cpu"
         options: dict[str, Any] = {"device": device, **self._how}
         batch = call_of(module, self._example, cast(LossFn | None, self._how["loss_fn"]))

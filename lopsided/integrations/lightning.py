@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from lopsided.capturing.call import Arguments
 from lopsided.cluster.cluster import Cluster
 from lopsided.errors import CheckpointError, InputError
-from lopsided.integrations.lightning_steps import Steps, replay
+from lopsided.integrations.lightning_steps import Steps, replay, whole
 from lopsided.integrations.preparing import first_batch, of_all_processes, random_numbers_untouched
 from lopsided.planner.plan_data import Plan
 from lopsided.runtime.batches import ShardedLoader, shard
@@ -168,7 +168,9 @@ class LopsidedStrategy(DDPStrategy):  # type: ignore[misc]
         # Lightning sets the mode of the LightningModule, which is inside of these.
         pm.training = pm.module.training = module.training
         made = pm(_plain(batch), step, 1 + len(others), *others[1:])
-        return replay(module, pm, made, self._rows)
+        found = replay(module, pm, made, self._rows)
+        # Predictions are handed on without their batch: nobody could tell whose rows they are.
+        return whole(found, pm) if step == "predict_step" else found
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

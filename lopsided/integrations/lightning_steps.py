@@ -113,11 +113,8 @@ def _device_of(batch: Any) -> torch.device | None:
 def replay(module: Any, pm: Parallel, made: Mapping[str, Any], rows: int) -> Any:
     """Do on the side what a step does, with what it made; return what it returns."""
 
-    def whole(given: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda part: gather(part.detach(), pm) if part.dim() else part, given)
-
     values = [
-        getattr(module.get_submodule(one.path), one.method)(*whole(one.args), **whole(one.options))
+        getattr(module.get_submodule(one.path), one.method)(*whole(one.args, pm), **whole(one.options, pm))
         for one in made["updated"]
     ]
     for one in made["logged"]:
@@ -132,6 +129,11 @@ def replay(module: Any, pm: Parallel, made: Mapping[str, Any], rows: int) -> Any
         module.log(one.name, value, *one.args, **options)
     loss, rest = made["loss"], made["rest"]
     return rest if loss is None else loss if rest is None else {"loss": loss, **rest}
+
+
+def whole(given: Any, pm: Parallel) -> Any:
+    """The tensors in it, with the rows of all processes."""
+    return pytree.tree_map_only(Tensor, lambda part: gather(part.detach(), pm) if part.dim() else part, given)
 
 
 # While a step is captured

@@ -89,7 +89,7 @@ class _Joined:
         return -(-len(self.sampler) // self._count)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        batches = iter(self.sampler)
+        batches = (batch for batch in self.sampler)  # Lightning's sampler begins anew whenever it is asked for one
         while several := [*itertools.islice(batches, self._count)]:
             yield [*itertools.chain.from_iterable(several)]
 

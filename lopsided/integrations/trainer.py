@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +45,7 @@ from lopsided.integrations.preparing import (
 )
 from lopsided.integrations.sharded_batches import FedBatch, ShardedBatches, fed_batch
 from lopsided.planner.plan_data import Plan
+from lopsided.runtime.adoption import check_bare
 from lopsided.runtime.batches import shard
 from lopsided.runtime.calls import HandedOut
 from lopsided.runtime.checkpoint import checkpoint
@@ -89,6 +90,7 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
         self._pad, self._rows, self._fed = pad, 0, _WHOLE_BATCH
         self._loss_is_next = False  # of what is gathered in evaluation
         super().__init__(*args, **kwargs)
+        check_bare(self.model)
         check_all_are_known(self.args.world_size, "write TrainingArguments(use_cpu=True)")
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise InputError(
@@ -176,9 +178,21 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
         if not is_training and self.parallel_model is None and self.train_dataset is not None:
             self.get_train_dataloader()  # the plan is for training
         rows = batch_size * self.args.world_size
-        loader = super()._get_dataloader(dataset, description, rows, sampler_fn, is_training, dataloader_key)
+        with self._batch_size_in_args(rows):  # which is what samples are grouped by length for
+            loader = super()._get_dataloader(dataset, description, rows, sampler_fn, is_training, dataloader_key)
         pm = self._parallelized(loader)
         return ShardedBatches(shard(loader, pm, pad=self._pad, besides=[_ITEMS]), loader, pm.handed_out)
+
+    @contextmanager
+    def _batch_size_in_args(self, rows: int) -> Iterator[None]:
+        """Inside, the arguments say how many rows the global batch has."""
+        own = self.args
+        self.args = copy.copy(own)
+        self.args.per_device_train_batch_size = self.args.per_device_eval_batch_size = rows
+        try:
+            yield
+        finally:
+            self.args = own
 
     def _run_epoch(self, **given: Any) -> None:
         epoch, skip = given["epoch"], given["steps_trained_in_current_epoch"]

@@ -252,9 +252,20 @@ class Graph:
         return tuple(leaf for leaf in self.leaves if leaf.kind == "parameter")
 
     @cached_property
+    def updated(self) -> tuple[Value, ...]:
+        """The parameters that get a gradient: trained ones that something uses."""
+        used = {name for node in self.nodes for name in node.operands}
+        return tuple(leaf.value for leaf in self.parameters if leaf.value.grad and leaf.value.name in used)
+
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of what the graph computes; names of files and lines do not enter."""
         return hashlib.sha256(self.text(sources=False).encode()).hexdigest()[:16]
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """Where its ops come from: `aten`, ours, and those of whoever wrote the model."""
+        return tuple(dict.fromkeys(node.op.partition(".")[0] for node in self.nodes))
 
     def text(self, *, sources: bool = True) -> str:
         return print_graph(self, sources=sources)

@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 
 from lopsided.errors import GraphError
 from lopsided.ir.graph import Arg, Atom, Context, Graph, Node, Ref, Value
+from lopsided.ir.grouped_mm import GROUPED_MM, grouped_mm
 
 
 def batch_norm(
@@ -40,7 +41,7 @@ def batch_norm(
     return y, mean, var
 
 
-OWN: dict[str, Callable[..., Any]] = {"lopsided.batch_norm.default": batch_norm}
+OWN: dict[str, Callable[..., Any]] = {"lopsided.batch_norm.default": batch_norm, GROUPED_MM: grouped_mm}
 
 WORD_ARGUMENTS = frozenset(
     (

@@ -313,7 +313,9 @@ PRODUCTS: dict[str, Op] = {
     "aten.convolution": Op(convolution, local=convolution_of_piece),
     **entries("lstm.input gru.input rnn_tanh.input rnn_relu.input", Op(recurrent, random=True)),
     **entries("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", Op(recurrent_cell)),
-    "aten._grouped_mm": Op(grouped_mm, local=grouped_mm_of_piece, talks=_expert_talks),
+    **dict.fromkeys(
+        ("aten._grouped_mm", "lopsided.grouped_mm"), Op(grouped_mm, local=grouped_mm_of_piece, talks=_expert_talks)
+    ),
 }
 
 
@@ -486,3 +488,4 @@ def _samples_of_grouped(draw: Draw) -> Iterator[Sample]:
     yield sample("aten._grouped_mm.default", whole_numbers(8, 4), whole_numbers(3, 4, 12), ends)
     yield sample("aten._grouped_mm.default", whole_numbers(3, 5, 4), whole_numbers(4, 8), ends)
     yield sample("aten._grouped_mm.default", whole_numbers(3, 5, 4), whole_numbers(3, 4, 12))
+    yield sample("lopsided.grouped_mm.default", draw.real(8, 4), draw.real(3, 4, 5), ends)

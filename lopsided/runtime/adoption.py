@@ -143,6 +143,35 @@ class _Structure:
         return ""
 
 
+_TRAINERS = {
+    "torch.DistributedDataParallel": "DistributedDataParallel",
+    "torch.DataParallel": "DataParallel",
+    "torch.FullyShardedDataParallel": "FSDP",
+    "torch.FSDPModule": "FSDP",
+    "lopsided.Parallel": "parallel module",
+}
+"""What distributes the model inside of it, by package and class. They need not be imported to be told."""
+
+
+def check_bare(model: nn.Module) -> None:
+    """Refuse a model that is distributed already, or has such a part."""
+    for path, module in model.named_modules():
+        kinds = (f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(module).__mro__)
+        if (found := next((_TRAINERS[kind] for kind in kinds if kind in _TRAINERS), None)) is not None:
+            raise TrainingError(
+                f"{f'its part {path}' if path else 'the model'} is a {found} already",
+                where=type(model).__name__,
+                do="give the model itself, as it is written for one device: the plan takes the place of others",
+            )
+
+
+def check_not_inside(trained: nn.Module) -> None:
+    """Refuse to run inside of DistributedDataParallel that holds a parallel module as a part of its own."""
+    outer = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if outer is not None and any(part is trained for part in outer.modules()):
+        raise wrapped("DistributedDataParallel")
+
+
 def wrapped(by: str) -> TrainingError:
     """What to raise when another trainer is put around a parallel module."""
     return TrainingError(

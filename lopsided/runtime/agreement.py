@@ -72,7 +72,7 @@ def agreed_plans(
     if plan is None and cluster is None and (path := os.environ.get(PLAN_VARIABLE)):
         plan = path
     if plan is not None and os.environ.get(ELASTIC_VARIABLE) == "1":
-        plan, cluster = _wish(plan, device, tell)
+        plan, cluster = _wish(plan, graph, device, tell)
         measure_s = _BRIEFLY_S if measure_s is None else min(measure_s, _BRIEFLY_S)
     if plan is not None and most > 1:
         raise InputError(
@@ -85,7 +85,7 @@ def agreed_plans(
 
     def made() -> str:
         if plan is not None:
-            plans: tuple[Plan, ...] = (plan if isinstance(plan, Plan) else load_plan(plan),)
+            plans: tuple[Plan, ...] = (plan if isinstance(plan, Plan) else load_plan(plan, graph.namespaces),)
         else:
             tell("planning")
             where = measured or (cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)))
@@ -112,7 +112,7 @@ def agreed_plans(
             )
         return json.dumps([plan_text(one) for one in plans])
 
-    agreed = tuple(parse_plan(text) for text in json.loads(from_first(made)))
+    agreed = tuple(parse_plan(text, namespaces=graph.namespaces) for text in json.loads(from_first(made)))
     if differs := differences(agreed[0].graph, _of_a_round(graph, agreed[0])):
         raise PlanError(
             "this rank's model or batch is not the one that was planned: " + "; ".join(differs),
@@ -131,11 +131,15 @@ def rounds_text(count: int) -> str:
 
 
 def _wish(
-    plan: Plan | str | Path, device: torch.device, tell: Announcer
+    plan: Plan | str | Path, graph: Graph, device: torch.device, tell: Announcer
 ) -> tuple[Plan | str | Path | None, Cluster | None]:
     """The plan, where the devices are there that it is for; else the part of its cluster that is there; or neither,
     where others are there, which are to be measured. The same on every rank."""
-    given = plan if isinstance(plan, Plan) else parse_plan(from_first(lambda: plan_text(load_plan(plan))))
+    known = graph.namespaces
+    if isinstance(plan, Plan):
+        given = plan
+    else:
+        given = parse_plan(from_first(lambda: plan_text(load_plan(plan, known))), namespaces=known)
     told = tell_of_device(device)
     try:
         find_seats(told, given.cluster, given.on)

@@ -1,7 +1,7 @@
 """The pace of every device, step by step, and shares that follow it.
 
 In: a parallel module that trains. Out: `Paced`, which notes how long this process computed in each step, looks at all
-processes' medians every `LOOK` steps, and takes other shares when the decision (`pace`) says so.
+processes' medians every few steps, and takes other shares when the decision (`pace`) says so.
 
 What is noted costs two readings of a clock: the waits of a step are counted where they are posted for the watch anyway.
 A device computes while it does not wait; that holds for CPUs, where the process that waits does nothing else. Of a GPU
@@ -25,7 +25,7 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.runtime.agreement import from_first
 from lopsided.runtime.moving import bytes_to_move, check_movable, cuts_alike, take_shares, with_shares
-from lopsided.runtime.pace import LOOK, Balancing, PaceSeen, in_proportion
+from lopsided.runtime.pace import LOOK, Balancing, PaceSeen, in_proportion, median_and_error, steps_to_look
 
 if TYPE_CHECKING:
     from lopsided.runtime.parallel import Parallel
@@ -48,6 +48,7 @@ class Paced:
         self._steps: list[tuple[float, float]] = []  # seconds of a step, and of this process's part of it
         self._began_s, self._waited_s = time.monotonic(), pm.watch.waited_s
         self._decision = Balancing()
+        self._look_after = LOOK
         # The same on every rank: all devices are CPUs, and all processes have one.
         world = pm.world
         on_cpus = not any(one.is_gpu for one in world.told) and world.device.type == "cpu"
@@ -61,7 +62,7 @@ class Paced:
         step_s = now_s - self._began_s
         self._steps.append((step_s, max(step_s - (waited_s - self._waited_s), 0.0)))
         self._began_s, self._waited_s = now_s, waited_s
-        if len(self._steps) == LOOK:
+        if len(self._steps) >= self._look_after:
             self._look()
             # What was sent and moved meanwhile belongs to no step.
             self._began_s, self._waited_s = time.monotonic(), self._pm.watch.waited_s
@@ -75,13 +76,15 @@ class Paced:
 
     def _heard(self) -> PaceSeen:
         """The medians of all processes, by their place in the group; equal everywhere."""
-        mine = [statistics.median(one[k] for one in self._steps) for k in (0, 1)]
+        own_s, error_s = median_and_error([own for _, own in self._steps])
+        row = torch.tensor([statistics.median(step for step, _ in self._steps), own_s, error_s], dtype=torch.float64)
         self._steps = []
-        row = torch.tensor(mine, dtype=torch.float64)
-        heard = torch.empty(len(self._pm.world.ranks), 2, dtype=torch.float64)
+        heard = torch.empty(len(self._pm.world.ranks), 3, dtype=torch.float64)
         with waiting("the pace of all devices"):
             dist.all_gather(list(heard.unbind()), row, group=self._side)
-        return PaceSeen(max(heard[:, 0].tolist()), tuple(heard[:, 1].tolist()))
+        seen = PaceSeen(max(heard[:, 0].tolist()), tuple(heard[:, 1].tolist()), max(heard[:, 2].tolist()))
+        self._look_after = steps_to_look(seen.step_s)
+        return seen
 
     def _look(self) -> None:
         pace = self._heard()
@@ -98,7 +101,7 @@ class Paced:
         found = from_first(lambda: self._made(ordered), self._side, pm.world.ranks[0])
         if not json.loads(found):
             return False
-        plan = parse_plan(json.loads(found))
+        plan = parse_plan(json.loads(found), namespaces=pm.plan.graph.namespaces)
         before = pm.plan
         took = bytes_to_move(pm, plan)
         take_shares(pm, plan)

@@ -59,7 +59,7 @@ from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
 from lopsided.runtime import outputs, replicas
-from lopsided.runtime.adoption import Adopted, adopt, wrapped
+from lopsided.runtime.adoption import Adopted, adopt, check_bare, check_not_inside, wrapped
 from lopsided.runtime.agreement import (
     agreed_lengths,
     agreed_plans,
@@ -144,6 +144,7 @@ def parallelize(
     shares while training.
     """
     check_replan(replan)
+    check_bare(model)
     where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
     is_first = dist.get_rank() == 0
     with watched_start(where, timeout_s) as at_work, shown(quiet=quiet, is_first=is_first):
@@ -768,6 +769,7 @@ class Parallel(nn.Module):
     def _begin_step(self) -> None:
         step_ends()  # of an optimizer whose step has failed
         end_failed_steps()
+        check_not_inside(self)
         self._last_loss.check()
         self._adopted.check(self.world.device, self._here())
         self._forwards += 1

@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lopsided.errors import NotationError, ProgramError
 from lopsided.ir.graph import DTYPES, Arg, Atom, Node, Ref, Value, print_arg
+from lopsided.ir.grouped_mm import GROUPED_MM
 from lopsided.ir.notation import Algebra, Bound, Nonlinear, Operand, Product, Rule, Sum
 from lopsided.ir.op_call import aten_overload, surroundings
 from lopsided.ir.placement import I, P, Placement, R
@@ -92,6 +93,8 @@ def _kind(op: str) -> str:
     """How the work of an op is counted."""
     namespace, _, rest = op.partition(".")
     packet = rest.partition(".")[0]
+    if op == GROUPED_MM:
+        return "product"
     if namespace == "aten":
         if packet in _CONVOLUTIONS:
             return "convolution"

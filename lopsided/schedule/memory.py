@@ -160,14 +160,14 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
     program = schedule.program
     placed = dict(program.leaves)
     found: list[Holding] = []
-    used = {name for node in program.graph.nodes for name in node.operands}
+    updated = {value.name for value in program.graph.updated}
     away = {update.parameter: Kinds(frozenset(update.on_host)) for update in schedule.update if update.on_host}
     for leaf in program.graph.leaves:
         held = stored(leaf, placed[leaf.value.name], optimizer)
         if (here := away.get(leaf.value.name)) is not None:
             held = tuple(replace(one, on=here) if one.use == "optimizer" else one for one in held)
         # What nobody uses never has a gradient, and so no state.
-        found += held if leaf.value.name in used else (one for one in held if one.use not in ("gradient", "optimizer"))
+        found += (one for one in held if one.use not in ("gradient", "optimizer") or leaf.value.name in updated)
     found += _gathered(schedule)
     found += _waiting(schedule)
     found += _between_rounds(schedule)

@@ -116,7 +116,7 @@ class Claim:
 
 def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
     """The plan in a file, refused unless it is one for the captured graph, in its own dtype or another."""
-    plan = load_plan(file, namespaces=_namespaces(graph))
+    plan = load_plan(file, namespaces=graph.namespaces)
     differs = differences(plan.graph, in_rounds(graph, plan.microbatches).graph)
     dtype = _dtype_of(plan.graph)
     if differs and dtype != _dtype_of(graph):
@@ -191,7 +191,7 @@ def _step(
         (),
         1,
         where.text(),
-        _namespaces(graph),
+        graph.namespaces,
         False,
         TOLERANCE,
     )
@@ -200,10 +200,6 @@ def _step(
 def _alike(devices: int) -> Cluster:
     kind = Kind("cpu", "here", 1, devices, (("f32", 1e10),), 1e10, 2**34, 1e-6)
     return Cluster("here", "", (kind,), Link(1e-5, 1e9), Link(1e-4, 1e9))
-
-
-def _namespaces(graph: Graph) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(node.op.partition(".")[0] for node in graph.nodes))
 
 
 def _dtype_of(graph: Graph) -> str:

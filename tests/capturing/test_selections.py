@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lopsided
+from lopsided.capturing.capture_graph import capture_call
+from lopsided.ir.op_call import run_graph
 from tests.support.models import assert_captured, refused
 
 Forward = Callable[[Any, Tensor, Tensor], Any]
@@ -168,6 +170,25 @@ def test_what_is_returned_beside_the_loss_may_have_any_size() -> None:
         return {"kept": rows, "loss": rows.pow(2).mean(), "all": m.lin(x)}
 
     assert_captured(Net(forward).double(), batch_of())
+
+
+def test_numbers_beside_the_loss_are_those_of_every_call() -> None:
+    def forward(m: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+        loss = m.lin(x).pow(2).mean()
+        return {"loss": loss, "number": loss.item() * 2, "count": (y > 0).sum().item()}
+
+    model = Net(forward).double()
+    captured = capture_call(model, batch_of())
+    for low in (-1, 1):
+        batch = batch_of(low)
+        values = {
+            leaf.value.name: batch[leaf.target] if leaf.kind == "input" else model.get_parameter(leaf.target)
+            for leaf in captured.whole.leaves
+        }
+        run_graph(captured.whole, values, torch.device("cpu"))
+        made = captured.returned.build([values[name] for name in captured.returned.names])
+        assert {name: type(value) for name, value in made.items()} == {"loss": Tensor, "number": float, "count": int}
+        assert made == model(**batch)
 
 
 # What is refused, and what the refusal says to write

@@ -45,6 +45,7 @@ def module_of(habit: str = "") -> Any:
                 self.kept.append(loss)
             self.log("train_loss", loss, prog_bar=True)
             self.log_dict({"size": logits.pow(2).mean(), "one": 1.0}, on_epoch=True)
+            self.log("number", loss.item() * 2)
             return {"loss": loss, "logits": logits.detach()}
 
         def _evaluate(self, batch: Any, name: str) -> torch.Tensor:
@@ -61,6 +62,9 @@ def module_of(habit: str = "") -> Any:
         def test_step(self, batch: Any) -> None:
             self.accuracy.update(self.net(batch["x"]), batch["labels"])
             self.log("test_accuracy", self.accuracy)
+
+        def predict_step(self, batch: Any) -> torch.Tensor:
+            return self.net(batch["x"])
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -105,14 +109,14 @@ def loaders(each: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 def trained(
     folder: str, plan: tuple[str, Shares] | None = None, resume: str | None = None
-) -> tuple[Told, list[Any], dict[str, torch.Tensor]]:
+) -> tuple[Told, list[Any], dict[str, torch.Tensor], list[torch.Tensor]]:
     module = module_of()
     trainer = trainer_of(folder, plan)
     train, quiz = loaders(BATCH if plan is None else BATCH // 3)
     trainer.fit(module, train, quiz, ckpt_path=resume)
     scores = trainer.test(module, quiz, verbose=False)
     weights = type(module).load_from_checkpoint(f"{folder}/epoch=1.ckpt", weights_only=True).state_dict()
-    return trainer.callbacks[0].told, scores, weights
+    return trainer.callbacks[0].told, scores, weights, trainer.predict(module, quiz)
 
 
 def gap(found: Any, expected: Any) -> float:
@@ -124,16 +128,18 @@ def gap(found: Any, expected: Any) -> float:
 def test_a_fit_is_that_of_one_device(
     one: WorkerPool, three: WorkerPool, tmp_path: Path, how: str, shares: Shares
 ) -> None:
-    ((expected, scores, weights),) = one.run(trained, str(tmp_path / "one"))
+    ((expected, scores, weights, predicted),) = one.run(trained, str(tmp_path / "one"))
     results = three.run(trained, str(tmp_path / "three"), (how, shares))
-    for found, tested, saved in results:
+    for found, tested, saved, predictions in results:
+        torch.testing.assert_close(predictions, predicted, atol=1e-5, rtol=0)
         assert gap(found, expected) < 1e-5
         assert gap(tested, scores) < 1e-6
         assert max((saved[key] - weights[key]).abs().max().item() for key in weights) < 1e-5
     assert len(expected) == 6
-    assert {"train_loss", "size_epoch", "val_accuracy", "val_loss"} <= expected[-1].keys()
+    assert {"train_loss", "size_epoch", "number", "val_accuracy", "val_loss"} <= expected[-1].keys()
+    assert [len(rows) for rows in predicted] == [12, 5]
     again = three.run(trained, str(tmp_path / "again"), (how, shares), str(tmp_path / "three" / "epoch=0.ckpt"))
-    for found, _, saved in again:
+    for found, _, saved, _ in again:
         assert max(abs(found[k]["train_loss"] - expected[3 + k]["train_loss"]) for k in range(3)) < 1e-5
         assert max((saved[key] - weights[key]).abs().max().item() for key in weights) < 1e-5
 

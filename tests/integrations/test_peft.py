@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,11 @@ from lopsided.ir.placement import I
 from lopsided.schedule.cost import optimizer_named
 from lopsided.schedule.memory import stored
 from tests.support.classifier import NONE_FOR_ONE, SHARES, plan_for
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import qlora  # noqa: E402
 
 pytest.importorskip("peft")
 
@@ -66,6 +73,7 @@ def trained(folder: str, dora: bool, form: str, none_for_one: bool) -> tuple[flo
     return worst, untouched, all(pm.pieces[n].is_cut for n, p in frozen if p.dim() > 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dora", "form", "none_for_one"),
     [(False, "", False), (True, "", True), (False, "nf4", True), (True, "int8", False)],
@@ -112,26 +120,9 @@ def test_what_is_trained_or_shared_is_not_quantized() -> None:
         quantize_frozen(model, "fp3")  # type: ignore[arg-type]
 
 
-def llama_8b(layers: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The sizes of an 8B Llama, on `meta`, with so many of its 32 layers: QLoRA with 4 sequences of 1,024 tokens."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": layers, "vocab_size": 128256}
-    with torch.device("meta"):
-        heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "use_cache": False}
-        model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-        how: dict[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-        model = get_peft_model(model, LoraConfig(r=8, **how), low_cpu_mem_usage=True)
-        ids = torch.zeros(4, 1024, dtype=torch.long)
-    return quantize_frozen(model), {"input_ids": ids, "labels": ids}
-
-
 @pytest.mark.parametrize("layers", [1, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_qlora_of_8b_is_planned_at_its_size(layers: int) -> None:
-    model, batch = llama_8b(layers)
+    model, batch = qlora.llama_8b(layers)
     graph = capture(model, batch)
     adamw = optimizer_named("adamw")
     held = {"frozen": 0, "trained": 0}
@@ -144,5 +135,10 @@ def test_a_qlora_of_8b_is_planned_at_its_size(layers: int) -> None:
     assert held["trained"] > 3 * of(True)
     blocks = sum(p.numel() for p in parameters if p.dtype == torch.uint8)
     assert blocks == layers * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) // 2
-    plan = lopsided.plan(model, batch, "3090+3060")
+    plan = lopsided.plan(model, batch, qlora.CLUSTER)
     assert all(used < room << 30 for used, room in zip(plan.memory_bytes, (24, 12), strict=True))
+
+
+def test_the_figures_in_the_docs_are_those_of_the_plan() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "qlora.json").read_text())
+    assert qlora.sentence(measured) in " ".join((ROOT / "docs" / "libraries.md").read_text().split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def language_model() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(1)
-    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 2}
+    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 24, "n_layer": 1, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
@@ -134,25 +135,45 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
+Alone = Callable[..., tuple[list[dict[str, float]], Path]]
+
+
+@pytest.fixture(scope="module")
+def alone(pools: Callable[[int], WorkerPool], tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """What the plain Trainer logs on one device, and its folder: trained once for each way."""
+    known: dict[str, tuple[list[dict[str, float]], Path]] = {}
+
+    def of(more: dict[str, Any] | None = None, own_loss: bool = False) -> tuple[list[dict[str, float]], Path]:
+        key = repr((more, own_loss))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("one")
+            ((told, _),) = pools(1).run(trained, str(folder), None, None, more, own_loss)
+            known[key] = told, folder
+        return known[key]
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("how", "shares"),
     [("dp", SHARES), ("zero", NONE_FOR_ONE), ("zero", TWO)],
     ids=["dp", "zero-and-one-has-no-rows", "zero-and-one-is-idle"],
 )
 def test_ten_steps_are_those_of_one_device(
-    one: WorkerPool, three: WorkerPool, tmp_path: Path, how: str, shares: Shares
+    alone: Alone, three: WorkerPool, tmp_path: Path, how: str, shares: Shares
 ) -> None:
-    (expected, at_one), *_ = one.run(trained, str(tmp_path / "one"))
+    expected, folder = alone()
+    at_one = folder / "final"
     results = three.run(trained, str(tmp_path / "three"), (how, shares))
     for found, _ in results:
         assert gap(found, expected) < 1e-5
     assert len([entry for entry in expected if "loss" in entry]) == 10
-    ours, theirs = weights(results[0][1]), weights(at_one)
+    ours, theirs = weights(results[0][1]), weights(str(at_one))
     assert ours.keys() == theirs.keys()
     assert max((ours[key] - theirs[key]).abs().max().item() for key in ours) < 1e-4
-    assert sorted(path.name for path in Path(results[0][1]).iterdir()) == sorted(
-        path.name for path in Path(at_one).iterdir()
-    )
+    assert sorted(path.name for path in Path(results[0][1]).iterdir()) == sorted(path.name for path in at_one.iterdir())
+    if how == "dp":
+        return
     # From the checkpoint in the middle of an epoch, in new models: the rest of the losses.
     resumed = three.run(trained, str(tmp_path / "again"), (how, shares), str(tmp_path / "three" / "checkpoint-4"))
     for found, _ in resumed:
@@ -160,19 +181,19 @@ def test_ten_steps_are_those_of_one_device(
 
 
 @pytest.mark.parametrize("more", [{"label_smoothing_factor": 0.1}, {}], ids=["label-smoothing", "compute_loss_func"])
-def test_a_loss_outside_of_the_model(one: WorkerPool, three: WorkerPool, tmp_path: Path, more: dict[str, Any]) -> None:
+def test_a_loss_outside_of_the_model(alone: Alone, three: WorkerPool, tmp_path: Path, more: dict[str, Any]) -> None:
     own = not more
-    ((expected, _),) = one.run(trained, str(tmp_path / "one"), None, None, more, own)
+    expected, _ = alone(more, own)
     for found, _ in three.run(trained, str(tmp_path / "three"), ("zero", SHARES), None, more, own):
         assert gap(found, expected) < 1e-5
 
 
-def test_the_best_model_is_loaded_at_the_end(one: WorkerPool, three: WorkerPool, tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_at_the_end(alone: Alone, three: WorkerPool, tmp_path: Path) -> None:
     more = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "greater_is_better": False}
-    ((expected, at_one),) = one.run(trained, str(tmp_path / "one"), None, None, more)
+    expected, folder = alone(more)
     results = three.run(trained, str(tmp_path / "three"), ("zero", SHARES), None, more)
     assert all(gap(found, expected) < 1e-5 for found, _ in results)
-    ours, theirs = weights(results[0][1]), weights(at_one)
+    ours, theirs = weights(results[0][1]), weights(str(folder / "final"))
     assert max((ours[key] - theirs[key]).abs().max().item() for key in ours) < 1e-4
     best = weights(str(tmp_path / "three" / "checkpoint-4"))  # the lowest accuracy is the first
     assert all(torch.equal(ours[key], best[key]) for key in ours)
@@ -186,9 +207,8 @@ def refused(folder: str, checkpoint: str | None, shares: Shares, own_loss: bool)
     return ""
 
 
-def test_the_state_of_a_plain_trainer_is_refused(one: WorkerPool, three: WorkerPool, tmp_path: Path) -> None:
-    one.run(trained, str(tmp_path / "one"))
-    checkpoint = str(tmp_path / "one" / "checkpoint-4")
+def test_the_state_of_a_plain_trainer_is_refused(alone: Alone, three: WorkerPool, tmp_path: Path) -> None:
+    checkpoint = str(alone()[1] / "checkpoint-4")
     told = three.run(refused, str(tmp_path / "three"), checkpoint, SHARES, False)
     assert all("on one device, or under DDP" in text for text in told)
 
@@ -196,3 +216,17 @@ def test_the_state_of_a_plain_trainer_is_refused(one: WorkerPool, three: WorkerP
 def test_an_idle_process_has_no_loss_outside_of_the_model(three: WorkerPool, tmp_path: Path) -> None:
     told = three.run(refused, str(tmp_path), None, TWO, True)
     assert all("could not compute a loss outside of the model" in text for text in told)
+
+
+def test_samples_are_grouped_by_length_for_the_global_batch(tmp_path: Path) -> None:
+    import transformers
+
+    from lopsided.integrations.trainer import Trainer
+
+    trainer = object.__new__(Trainer)
+    how: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 2}
+    trainer.args = transformers.TrainingArguments(str(tmp_path), per_device_train_batch_size=4, use_cpu=True, **how)
+    trainer.train_dataset, trainer.processing_class = samples(24), None
+    with trainer._batch_size_in_args(BATCH):
+        assert trainer._get_train_sampler().batch_size == 2 * BATCH
+    assert trainer.args.per_device_train_batch_size == 4

@@ -319,3 +319,33 @@ def test_other_trainers_around_it_are_refused(crews: Crews) -> None:
         for name, one in zip(names, said, strict=True):
             assert one.startswith(f"{name} around a parallel module")
             assert f"leave {name} out" in one
+
+
+def wrapped_before() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    _, pm = small(cut=False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    models: list[nn.Module] = [
+        DistributedDataParallel(net()),
+        nn.Sequential(DataParallel(net())),
+        fully_shard(net(), mesh=mesh),  # type: ignore[list-item]
+        pm,
+    ]
+    found = [told(lambda model=model: lopsided.parallelize(model, batch_of(), plan=pm.plan)) for model in models]  # type: ignore[misc]
+    around = DistributedDataParallel(nn.Sequential(pm))
+    return [*found, told(lambda: around(numbers()))]
+
+
+def test_a_model_that_is_distributed_already_is_refused(crews: Crews) -> None:
+    expected = [
+        "the model is a DistributedDataParallel already",
+        "its part 0 is a DataParallel already",
+        "the model is a FSDP already",
+        "the model is a parallel module already",
+        "DistributedDataParallel around a parallel module",
+    ]
+    for said in crews(3).run(wrapped_before):
+        assert all(one.startswith(words) for words, one in zip(expected, said, strict=True)), said
