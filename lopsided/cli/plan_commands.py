@@ -94,6 +94,14 @@ def plan_command(
             "run that ended out of memory, less of that device's memory is filled. Can be repeated.",
         ),
     ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Compute the batch in so many rounds. Left open, it is as many as it takes to fit, or as pay; 1: at "
+            "once.",
+        ),
+    ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     force: Force = False,
     full: Annotated[bool, typer.Option("--full", help="Every step, nothing folded or shortened.")] = False,
@@ -130,6 +138,7 @@ def plan_command(
             segments=segment or (),
             without=without,
             known=plans,
+            microbatches=microbatches,
             progress=lambda progress: tell(progress_text(progress)),
         )
     unwritten = None

@@ -94,8 +94,10 @@ class CandidatePool:
         limits: Limits,
         progress: Callable[[Progress], None],
         without: frozenset[str] = frozenset(),
+        microbatches: int = 1,
     ) -> None:
         self.graph, self.book, self.optimizer = graph, book, optimizer
+        self.microbatches = microbatches  # the graph is that of one round of so many
         self.plain_book = book  # without segments
         self.limits, self.progress, self.without = limits, progress, without
         self.dtype = speed_dtype(graph)
@@ -244,7 +246,10 @@ class CandidatePool:
                 return rebucketed(self._lower(program, regather, BUCKET_BYTES, kept), bucket_bytes)
             reruns, on_host = kept
             overlap = OVERLAP not in self.without
-            return lower(program, Decisions(regather=regather, overlap=overlap, reruns=reruns, on_host=on_host))
+            decisions = Decisions(
+                regather=regather, overlap=overlap, reruns=reruns, on_host=on_host, microbatches=self.microbatches
+            )
+            return lower(program, decisions)
 
         return _remembered(self._lowered, (id(program), regather, bucket_bytes, kept), make)
 
@@ -374,6 +379,7 @@ class CandidatePool:
             hidden=hidden,
             byte_s=byte_s,
             regather=regather,
+            microbatches=self.microbatches,
             saves=self._saved,
             rules=at.rules,
         )
@@ -724,7 +730,7 @@ class CandidatePool:
         per_s = np.zeros(len(self.graph.nodes))
         for kind in on.kinds:
             per_s += kind.devices / self._working_s(kind)
-        return float((1 / per_s).sum())
+        return float((1 / per_s).sum()) * self.microbatches
 
     def _working_s(self, kind: Kind) -> np.ndarray:
         """Seconds of every node on one such device, launches aside; next to nothing where it does no work."""

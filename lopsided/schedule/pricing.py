@@ -41,8 +41,8 @@ class PricedStep:
 
     @cached_property
     def computes(self) -> tuple[Computed, ...]:
-        """In both passes, in order."""
-        ids = (item.id for item in self.schedule.passes)
+        """In both passes of every round, in order."""
+        ids = (item.id for item in self.schedule.passes * self.schedule.decisions.microbatches)
         return tuple(self.computed[name] for name in ids if name in self.computed)
 
     @cached_property

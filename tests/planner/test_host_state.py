@@ -163,7 +163,7 @@ def test_kinds_of_a_node_share_its_memory() -> None:
 
 def small_of(graph: Graph, plenty: Plan, part: float, **more: float) -> Plan:
     large, small = (plenty.memory_bytes[place] / 2**20 / 0.92 for place in (0, -1))
-    return plan_graph(graph, pair(part * large, part * small, **more), pins=("*=I",))
+    return plan_graph(graph, pair(part * large, part * small, **more), pins=("*=I",), microbatches=1)
 
 
 @pytest.fixture(scope="module")
