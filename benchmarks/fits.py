@@ -5,7 +5,8 @@ python benchmarks/fits.py [--models llama-1b,...] [--clusters ...] [--seconds 60
 Ten models, planned as people would (bf16, AdamW, sequences of 2048 for language models), on ten clusters. Beside every
 plan stands the best configuration made by hand that the same timeline and the same count of memory say fits: data
 parallelism, ZeRO or ZeRO gathered again, equal shares or shares by speed, with no checkpointing or with one level of
-it in every block alike. Results are added to those in the file; a pair is planned anew when it is asked for.
+it in every block alike, the loss whole or in chunks. Results are added to those in the file; a pair is planned anew
+when it is asked for.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from lopsided.planner.planner import plan_graph
 from lopsided.planner.recompute import blocks_of
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Calls, Costs, Scale, optimizer_named
+from lopsided.schedule.loss_heads import loss_heads
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import price
@@ -113,10 +115,17 @@ class ByHand:
 
     def __init__(self, graph: Graph, book: RuleBook) -> None:
         self.graph, self.book, self.calls = graph, book, Calls(graph)
-        nodes = graph.nodes
+        nodes, heads = graph.nodes, loss_heads(graph)
         levels: list[tuple[Rerun, ...]] = [()]
         for level in LEVELS:
             levels.append(tuple(Rerun(nodes[a].name, nodes[b - 1].name, level) for a, b in blocks_of(graph)))
+        if heads:
+            inside = {name for head in heads for name in head.nodes}
+            chunks = tuple(head.chunked() for head in heads)
+            blocks = blocks_of(graph, inside)
+            levels.append(chunks)
+            for level in LEVELS:
+                levels.append((*(Rerun(nodes[a].name, nodes[b - 1].name, level) for a, b in blocks), *chunks))
         self.levels = levels
 
     def best(self, on: Cluster) -> tuple[float, str]:
@@ -131,7 +140,7 @@ class ByHand:
             ("zero again", stored_cut(plain), True),
         ):
             for reruns in self.levels:
-                level = reruns[0].level if reruns else "no"
+                level = _told(reruns)
                 schedule = lower(program, Decisions(regather=regather, reruns=reruns))
                 priced = price(schedule, costs)
                 held = holdings(schedule, ADAMW, devices=on.devices)
@@ -139,7 +148,7 @@ class ByHand:
                     scale = Scale(on, shares_by(on, weights))
                     memory = bytes_per_kind(held, scale)
                     if all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True)):
-                        name = f"{how}, {shared}, {level} checkpointing"
+                        name = f"{how}, {shared}, {level}"
                         found.append((run(priced, costs.network, scale).step_s, name))
         return min(found)
 
@@ -150,14 +159,19 @@ class ByHand:
         for reruns in self.levels:
             schedule = lower(one_device(self.graph), Decisions(reruns=reruns))
             if bytes_per_kind(holdings(schedule, ADAMW), scale)[0] <= memory_limits(on)[0]:
-                level = reruns[0].level if reruns else "no"
+                level = _told(reruns)
                 step_s = run(price(schedule, costs), costs.network, scale).step_s
-                found.append((step_s, f"{level} checkpointing, on one {on.kinds[0].name}"))
+                found.append((step_s, f"{level}, on one {on.kinds[0].name}"))
         return min(found)
 
     def anywhere(self, on: Cluster) -> tuple[float, str]:
         single = (replace(on, kinds=(replace(kind, nodes=1, count=1),)) for kind in on.kinds)
         return min(self.best(on), *map(self.alone, single))
+
+
+def _told(reruns: Sequence[Rerun]) -> str:
+    level = next((rerun.level for rerun in reruns if rerun.level != "chunked"), "no")
+    return f"{level} checkpointing{', loss in chunks' if any(r.level == 'chunked' for r in reruns) else ''}"
 
 
 # Pairs
@@ -169,13 +183,16 @@ def planned(graph: Graph, book: RuleBook, cluster: Cluster, seconds: float) -> d
     try:
         plan = plan_graph(graph, cluster, book=book, time_limit_s=seconds)
     except DoesNotFitError as error:
-        return {"fits": False, "why": error.what, "planning_cpu_s": time.process_time() - used}
+        told = {"uses": error.facts.get("uses", ""), "biggest": error.facts.get("biggest", ""), "do": error.do}
+        return {"fits": False, "why": error.what, **told, "planning_cpu_s": time.process_time() - used}
     kinds = {kind for rerun in plan.reruns for kind in rerun.kinds}
     return {
         "fits": True,
         "step_s": plan.step_s,
         "devices": len(plan.devices),
-        "reruns": len(plan.reruns),
+        "reruns": sum(rerun.level != "chunked" for rerun in plan.reruns),
+        "rows": [rerun.rows for rerun in plan.reruns if rerun.level == "chunked"],
+        "on_host": [f"{one.percent} % on {plan.on.kinds[one.kind].name}" for one in plan.on_host],
         "apart": bool(kinds),
         "regather": plan.regather,
         "planning_cpu_s": time.process_time() - used,
@@ -209,9 +226,11 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
     fit = [one for one in found if one["fits"]]
     by_hand = [one for one in found if one.get("hand_s")]
     again = [one for one in fit if one["reruns"]]
+    chunked = [one for one in fit if one.get("rows")]
     gains = [one["hand_s"] / one["step_s"] for one in fit if one.get("hand_s")]
     slower = [gain for gain in gains if gain < 0.95]
-    said = f"Of {len(found)} pairs {len(fit)} have a plan, {len(again)} of them with something run again; by hand "
+    said = f"Of {len(found)} pairs {len(fit)} have a plan, {len(again)} of them with something run again and "
+    said += f"{len(chunked)} with the loss in chunks; by hand "
     said += f"{len(by_hand)} fit."
     if gains:
         said += f" Where both do, the plan is {statistics.median(gains):.2f} times as fast in the median, and in "
@@ -224,17 +243,26 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
         "",
         said,
         "",
-        "| model | cluster | plan | runs again | best by hand | by hand | planning |",
-        "|---|---|---|---|---|---|---|",
+        "| model | cluster | plan | runs again | rows of the loss | best by hand | by hand | planning |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
         plan = f"{one['step_s']:.3g} s on {one['devices']}" if one["fits"] else "does not fit"
         blocks = f"{one['reruns']} blocks{' on some kinds' if one['apart'] else ''}" if one.get("reruns") else ""
         hand = f"{one['hand_s']:.3g} s" if one.get("hand_s") else "does not fit"
         took = f"{one.get('planning_cpu_s', 0.0):.1f} s"
-        cells = (one["model"], one["cluster"], plan, blocks, hand, one.get("hand", ""), took)
+        rows = ", ".join(f"{count:,}" for count in one.get("rows", ()))
+        cells = (one["model"], one["cluster"], plan, blocks, rows, hand, one.get("hand", ""), took)
         lines.append(f"| {' | '.join(cells)} |")
+    if without := [one for one in found if not one["fits"]]:
+        lines += ["", "## What does not fit, and what is missing", ""]
+        for one in without:
+            lines.append(f"- **{one['model']} on {one['cluster'] or 'anything'}**: {one['why']}.")
+            lines += [f"  {what}: {one[key]}." for key, what in _PROOF.items() if one.get(key)]
     return "\n".join(lines) + "\n"
+
+
+_PROOF = {"uses": "What takes it", "biggest": "The biggest", "do": "What would make it fit"}
 
 
 def main() -> None:

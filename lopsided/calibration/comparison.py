@@ -382,8 +382,9 @@ def _observed_calls(run: Run, costs: Costs, number: int) -> Iterator[ObservedCal
             continue
         cost = costs.op(step.node, step.rule)
         text = call_text(step.node, plan.graph.values, step.rule.how)
-        forwards = 1 + plan.schedule.runs_again_on(step.node.name, number)
-        for backward, priced, runs in ((False, cost.forward, forwards), (True, cost.backward, 1)):
+        rounds = plan.microbatches
+        forwards = rounds * (1 + plan.schedule.runs_again_on(step.node.name, number))
+        for backward, priced, runs in ((False, cost.forward, forwards), (True, cost.backward, rounds)):
             phases: tuple[Phase, ...] = ("backward",) if backward else ("forward", "again")
             ids = [compute_id(step.node.name, phase) for phase in phases]
             seen = [seconds for table in medians if (seconds := sum(table.get(name, 0.0) for name in ids))]

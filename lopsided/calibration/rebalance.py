@@ -66,7 +66,7 @@ def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
         return None
     if step_of(shares) > _WORTH * step_of(plan.shares):
         return None
-    how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host)
+    how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host, plan.microbatches)
     step_s, breakdown, memory = predict(plan.program, shares, on, *how)
     told = zip(plan.on.kinds, found.corrections, strict=True)
     paces = ", ".join(f"{kind.node}/{kind.name} {one.factor:.2f}" for kind, one in told)
@@ -79,6 +79,7 @@ def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
         step_s=step_s,
         breakdown=breakdown,
         memory_bytes=memory,
-        baselines=baselines_of(plan.graph, cluster, plan.optimizer),
+        # Of a batch in rounds the graph of the whole is not there to be planned.
+        baselines=plan.baselines if plan.microbatches > 1 else baselines_of(plan.graph, cluster, plan.optimizer),
         notes=(*plan.notes, note),
     )

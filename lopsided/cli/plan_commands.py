@@ -94,6 +94,14 @@ def plan_command(
             "run that ended out of memory, less of that device's memory is filled. Can be repeated.",
         ),
     ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Compute the batch in so many rounds. Left open, it is as many as it takes to fit, or as pay; 1: at "
+            "once.",
+        ),
+    ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     force: Force = False,
     full: Annotated[bool, typer.Option("--full", help="Every step, nothing folded or shortened.")] = False,
@@ -110,7 +118,8 @@ def plan_command(
     runs = [one for one in before if isinstance(one, Run)]
     on = with_memory_seen(on, runs)
     # A plan that failed is none that an answer may come to.
-    plans = [one.plan if isinstance(one, Run) else one for one in before if one not in runs or not one.out_of_memory]
+    kept = [one for one in before if not (isinstance(one, Run) and one.out_of_memory)]
+    plans = [one.plan if isinstance(one, Run) else one for one in kept]
     without = sorted(additions_named(name.strip() for name in ablate.split(",") if name.strip()))
     if not time_limit >= 0:
         raise InputError(f"a time limit of {time_limit:g} s", where="--time-limit", do="give seconds, 0 or more")
@@ -129,6 +138,7 @@ def plan_command(
             segments=segment or (),
             without=without,
             known=plans,
+            microbatches=microbatches,
             progress=lambda progress: tell(progress_text(progress)),
         )
     unwritten = None

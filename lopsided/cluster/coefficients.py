@@ -87,7 +87,7 @@ COEFFICIENTS = (
         ("schedule/cost", "schedule/host_state"),
     ),
     Coefficient(
-        *(KIND, "memory_reserve", "part", 0.0, 0.9, 0.08, 0.12),
+        *(KIND, "memory_reserve", "part", 0.0, 0.99, 0.08, 0.12),
         "the part of a device's memory that a plan leaves to the driver, libraries and the gaps of the allocator",
         ("profiling/dry_run", "calibration/memory_seen"),
         ("planner/candidates",),

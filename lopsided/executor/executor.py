@@ -103,12 +103,13 @@ class Executor:
         self.gathers, self.again = compiler.gathers(schedule.forward), compiler.gathers(schedule.backward)
         self.freed = frozenset(compiler.freed)
 
-    def run(self, leaves: Mapping[str, Tensor]) -> Ran:
+    def run(self, leaves: Mapping[str, Tensor], kept: dict[int, Tensor] | None = None) -> Ran:
+        """One forward pass. `kept` holds gathered copies from one round of a step to the next."""
         slots: Slots = [None] * self.count
         for name, tensor in leaves.items():
             slots[self.leaves[name]] = tensor
         stored = {slot: slots[slot] for slot in self.gathers.stored | self.again.stored}
-        this = Pass(self.exchange, self.gathers, self.again, self.freed, stored, self.exchange.wire.recorder)
+        this = Pass(self.exchange, self.gathers, self.again, self.freed, stored, self.exchange.wire.recorder, kept)
         with surroundings(self.context), streams_of(self.random):
             run_all(self.instructions, slots, this)
         updates = {buffer: slots[slot].detach() for buffer, slot in self.updates}
@@ -146,7 +147,9 @@ class _Compiler:
         self.placed = {name: made[name] if name in made else self.stored[name] for name in outputs}
         last = len(schedule.backward) - len(list(itertools.takewhile(_is_reduce, reversed(schedule.backward))))
         self.buckets = {
-            item.id: GradientBucket(item.id, item.collective, item.members, k, at_end=k >= last)
+            item.id: GradientBucket(
+                item.id, item.collective, item.members, k, at_end=k >= last, in_every_round=schedule.is_sent_in(item, 0)
+            )
             for k, item in enumerate(schedule.backward)
             if isinstance(item, ReduceBucket)
         }

@@ -9,15 +9,17 @@ returns.
     whole     cut     is a piece: gathered
     cut       cut     is another piece: exchanged
 
-The schedule says which gradients travel together. Autograd runs the functions of a graph in exactly the reverse order
-of their making, so they arrive in the order of the schedule on every device, and a bucket is sent when all of it is
-there. What does not fill a bucket is sent at the end.
+Of a batch in rounds, every round before the last adds up what it makes (`RoundSums`), and the last one sends the sums,
+but for buckets that are sent in every round. The schedule says which gradients travel together. Autograd runs the
+functions of a graph in exactly the reverse order of their making, so they arrive in the order of the schedule on every
+device, and a bucket is sent when all of it is there. What does not fill a bucket is sent at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ class GradientBucket:
     members: tuple[str, ...]  # ids of the redistributions that give to it
     number: int  # in the order in which they are sent
     at_end: bool  # it is sent when the backward pass is over, and not as soon as all of it is there
+    in_every_round: bool = True  # or else behind the last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +58,19 @@ class Synced:
     bucket: GradientBucket
 
 
+@dataclass(slots=True)
+class RoundSums:
+    """What the rounds before the last have added up: gradients of copies, which are still to be sent, and of pieces as
+    they are stored."""
+
+    copies: dict[Synced, Tensor] = field(default_factory=dict)
+    pieces: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+
+    def multiply(self, factor: Tensor) -> None:
+        for gradient in (*self.copies.values(), *(gradient for _, gradient in self.pieces)):
+            gradient.mul_(factor.to(gradient.device))
+
+
 class Gradients:
     """Collects, sends and hands out the gradients of one model on one device."""
 
@@ -63,11 +79,14 @@ class Gradients:
         self.syncing = True
         self.on_begin: Callable[[bool], None] = lambda syncing: None
         self.on_finish: Callable[[], None] = lambda: None
+        self.quiet: Callable[[], AbstractContextManager[None]] = nullcontext  # around rounds before the last
         self._filling: dict[GradientBucket, dict[str, tuple[Synced, Tensor]]] = {}
         self._sent: list[tuple[Callable[[], Sequence[Tensor]], list[Synced]]] = []  # not handed out, the oldest first
         self._kept: dict[Synced, Tensor] = {}  # local sums of passes that were not synchronised
         self._begun = False
         self._memory = _BucketMemory()
+        self._adding: RoundSums | None = None  # of the rounds that are running
+        self._added: dict[Synced, Tensor] = {}  # by the rounds before the one that is running, the last
 
     @property
     def has_kept(self) -> bool:
@@ -77,7 +96,7 @@ class Gradients:
 
     def reset(self) -> None:
         """Forget a backward pass that was broken off."""
-        self._filling, self._sent, self._begun = {}, [], False
+        self._filling, self._sent, self._begun, self._added = {}, [], False, {}
 
     def begin(self) -> None:
         """A backward pass has started; `finish` is called when it ends."""
@@ -95,9 +114,51 @@ class Gradients:
         for synced in [synced for synced in self._kept if synced.parameter.grad is None]:
             del self._kept[synced]
 
+    # Rounds
+
+    @contextmanager
+    def adding_to(self, sums: RoundSums, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Backward passes in here are of rounds before the last: nothing of theirs reaches `param.grad`."""
+        with DisableTorchFunctionSubclass():
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            before = [parameter.grad for parameter in trained]
+            for parameter in trained:
+                parameter.grad = None
+            self._adding = sums
+            try:
+                with self.quiet():
+                    yield
+                while self._sent:
+                    self._hand_out(*self._sent.pop(0))
+                sums.pieces = [(one, one.grad) for one in trained if one.grad is not None]
+            finally:
+                self._adding = None
+                for parameter, gradient in zip(trained, before, strict=True):
+                    parameter.grad = gradient
+
+    def round_ends(self) -> None:
+        """What is sent in every round and did not fill a bucket goes now. Nobody waits for it yet."""
+        for bucket in sorted(self._filling, key=lambda bucket: bucket.number):
+            self._send(bucket, self._filling[bucket])
+        self._filling = {}
+
+    def take_over(self, sums: RoundSums) -> None:
+        """The backward pass that has begun is that of the last round: its gradients are added to these."""
+        self._drop_zeroed()
+        self._added = sums.copies
+        with DisableTorchFunctionSubclass():
+            for parameter, gradient in sums.pieces:
+                accumulate(parameter, gradient)
+
     def add(self, synced: Synced, gradient: Tensor) -> None:
         if (recorder := self.exchange.wire.recorder) is not None:
             recorder.mark(BUCKETS)
+        if self._adding is not None:
+            self._add_to(self._adding, synced, gradient)
+            return
+        earlier = self._added.pop(synced, None)
+        if earlier is not None:
+            gradient = earlier.add_(gradient)
         with DisableTorchFunctionSubclass():
             is_fresh = synced.parameter.grad is None
         if is_fresh:
@@ -111,6 +172,14 @@ class Gradients:
             return
         before = self._kept.pop(synced, None)
         self._put(synced, gradient if before is None else before.add_(gradient))
+
+    def _add_to(self, sums: RoundSums, synced: Synced, gradient: Tensor) -> None:
+        if synced.bucket.in_every_round:
+            self._put(synced, gradient)
+        elif synced in sums.copies:
+            sums.copies[synced].add_(gradient)
+        else:
+            sums.copies[synced] = gradient.clone()  # the tensor may belong to others too
 
     def _put(self, synced: Synced, gradient: Tensor) -> None:
         given = self._filling.setdefault(synced.bucket, {})
@@ -157,13 +226,13 @@ class Gradients:
         self._begun = False
         if (recorder := self.exchange.wire.recorder) is not None:
             recorder.mark(BUCKETS)
+        for synced in list(self._added):  # which the last round did not reach
+            self.add(synced, torch.zeros_like(self._added[synced]))
         if self.syncing:
             self._drop_zeroed()
             for synced in list(self._kept):
                 self._put(synced, self._kept.pop(synced))
-        for bucket in sorted(self._filling, key=lambda bucket: bucket.number):
-            self._send(bucket, self._filling[bucket])
-        self._filling = {}
+        self.round_ends()
         while self._sent:
             self._hand_out(*self._sent.pop(0))
         if recorder is not None:
@@ -187,11 +256,12 @@ class _BucketMemory:
 
     def take(self, count: int, like: Tensor) -> Tensor:
         made = self._made.setdefault((count, like.dtype), [])
+        # Handed out as a view: whoever waits for it counts as a holder.
         for flat in made:
             if _holders(flat) == _OURS_ALONE:
-                return flat
+                return flat.view(-1)
         made.append(torch.empty(count, dtype=like.dtype, device=like.device))
-        return made[-1]
+        return made[-1].view(-1)
 
 
 def _holders(tensor: Tensor) -> int:

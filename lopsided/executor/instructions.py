@@ -47,11 +47,12 @@ class Pass:
         freed: frozenset[int],
         stored: dict[int, Tensor],
         recorder: Recorder | None,
+        kept: dict[int, Tensor] | None = None,
     ) -> None:
         self.recorder, self.suffix = recorder, ""
         self.remembered: Remembered | None = None
         self._exchange, self._again, self._stored = exchange, again, stored
-        self.gatherer = Gatherer(exchange, gathers, stored.__getitem__)
+        self.gatherer = Gatherer(exchange, gathers, stored.__getitem__, kept)
         self._backward: Gatherer | None = None
         self.regathered = Regathered(freed, self.behind) if freed and torch.is_grad_enabled() else None
 

@@ -55,17 +55,34 @@ class Gathers:
 
 
 class Gatherer:
-    """The gathers of one pass. `piece` gives the stored piece in a slot."""
+    """The gathers of one pass. `piece` gives the stored piece in a slot.
 
-    def __init__(self, exchange: Redistributor, gathers: Gathers, piece: Callable[[int], Tensor]) -> None:
-        self.exchange, self.gathers, self.piece = exchange, gathers, piece
+    Where several rounds use the same copies, `kept` holds them: what the first round has put there is not gathered
+    again.
+    """
+
+    def __init__(
+        self,
+        exchange: Redistributor,
+        gathers: Gathers,
+        piece: Callable[[int], Tensor],
+        kept: dict[Copy, Tensor] | None = None,
+    ) -> None:
+        self.exchange, self.gathers, self.piece, self._kept = exchange, gathers, piece, kept
         self._under_way: dict[Copy, tuple[CopyBucket, Moving]] = {}
         self._there: dict[Copy, Tensor] = {}
-        for bucket in gathers.first:
+        for bucket in gathers.first if not kept else ():
             self._start(bucket)
 
     def take(self, copy: Copy) -> Tensor:
         """The copy; it is the taker's from now on. What should start before it is taken does."""
+        if self._kept is None:
+            return self._taken(copy)
+        if copy not in self._kept:
+            self._kept[copy] = self._taken(copy)
+        return self._kept[copy]
+
+    def _taken(self, copy: Copy) -> Tensor:
         for bucket in self.gathers.due.get(copy, ()):
             self._start(bucket)
         if copy not in self._there:

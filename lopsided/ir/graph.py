@@ -199,15 +199,21 @@ def _refs(arg: object) -> Iterator[str]:
             yield from _refs(part)
 
 
+WHOLE_KINDS = ("buffer", "constant", "precomputed")
+"""Leaves that every device has whole."""
+LEAF_KINDS = ("input", "parameter", *WHOLE_KINDS)
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """A value the graph starts from. `target` is its name in the model or batch; tied parameters have `also` names.
 
-    A constant carries its elements in `data`, flat.
+    A constant carries its elements in `data`, flat. What is `precomputed` is made of the whole batch's inputs before
+    the rounds that the graph is one of (`lopsided.schedule.rounds`).
     """
 
     value: Value
-    kind: str  # "input", "parameter", "buffer" or "constant"
+    kind: str  # one of LEAF_KINDS
     target: str
     also: tuple[str, ...] = ()
     data: tuple[bool | int | float | complex, ...] = ()
@@ -235,7 +241,7 @@ class Graph:
     @cached_property
     def fixed(self) -> frozenset[str]:
         """Values that depend on nothing that varies (masks, rotary tables): computed whole on every device."""
-        fixed = {leaf.value.name for leaf in self.leaves if leaf.kind in ("buffer", "constant")}
+        fixed = {leaf.value.name for leaf in self.leaves if leaf.kind in WHOLE_KINDS}
         for node in self.nodes:
             if all(name in fixed for name in node.operands):
                 fixed.update(value.name for value in node.results)
@@ -244,6 +250,12 @@ class Graph:
     @property
     def parameters(self) -> tuple[Leaf, ...]:
         return tuple(leaf for leaf in self.leaves if leaf.kind == "parameter")
+
+    @cached_property
+    def updated(self) -> tuple[Value, ...]:
+        """The parameters that get a gradient: trained ones that something uses."""
+        used = {name for node in self.nodes for name in node.operands}
+        return tuple(leaf.value for leaf in self.parameters if leaf.value.grad and leaf.value.name in used)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -301,7 +313,7 @@ def check(graph: Graph) -> None:
         known.add(value.name)
 
     for leaf in graph.leaves:
-        if leaf.kind not in ("input", "parameter", "buffer", "constant"):
+        if leaf.kind not in LEAF_KINDS:
             raise GraphError(f"%{leaf.value.name} is a leaf of unknown kind {leaf.kind!r}", do="see docs/glossary.md")
         if leaf.kind == "constant" and len(leaf.data) != leaf.value.elements:
             raise GraphError(

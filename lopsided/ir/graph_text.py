@@ -14,6 +14,7 @@ from dataclasses import replace
 from lopsided.errors import GraphError
 from lopsided.ir.graph import (
     DTYPES,
+    LEAF_KINDS,
     Arg,
     Atom,
     Context,
@@ -188,7 +189,7 @@ def parse_graph(text: str, *, namespaces: Collection[str] = ()) -> Graph:
             while reader.accept(","):
                 results.append(reader.value())
             reader.expect("=")
-            if reader.next in ("input", "parameter", "buffer", "constant"):
+            if reader.next in LEAF_KINDS:
                 if len(results) > 1:
                     raise reader.fail(f"{reader.next} stands for one value, not {len(results)}")
                 leaves.append(_leaf(reader, results[0]))

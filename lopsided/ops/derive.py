@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lopsided.errors import NotationError
-from lopsided.ir.graph import Graph, Leaf, Node, signature
+from lopsided.ir.graph import WHOLE_KINDS, Graph, Leaf, Node, signature
 from lopsided.ir.notation import PLAIN, Bound, Rule, Variant, Where, bind, derive, parse_line
 from lopsided.ir.placement import I, Placement, R, S
 from lopsided.ir.program import RuleBook
@@ -160,7 +160,7 @@ def _book_rules(
 
 def _leaf_placements(leaf: Leaf, cuts: Mapping[Placement, None]) -> tuple[Placement, ...]:
     """A parameter is stored whole or cut along any dim, an input is loaded so; what is fixed is whole."""
-    if leaf.kind in ("buffer", "constant"):
+    if leaf.kind in WHOLE_KINDS:
         return (I,)
     plain = [S(d) for d, size in enumerate(leaf.value.shape) if size > 1]
     return tuple(dict.fromkeys([I, *plain, *cuts]))

@@ -14,23 +14,17 @@ parallelism the batch is taken away and the search is asked: no hand-written one
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 
-from lopsided.ir.graph import Graph, Leaf, Node
+from lopsided.ir.graph import Leaf, Node
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement, S
 from lopsided.ir.program import Chain, Program, RuleBook, Step
 from lopsided.planner.search.copies import Prices
+from lopsided.schedule.rounds import batch_size
 
 STATE = "state"
 """The name of the shares by which stored parameters are cut."""
-
-
-def batch_size(graph: Graph) -> int:
-    """The first dim that most inputs have."""
-    sizes = Counter(leaf.value.shape[0] for leaf in graph.leaves if leaf.kind == "input" and leaf.value.shape)
-    return sizes.most_common(1)[0][0] if sizes else 0
 
 
 def data_parallel(book: RuleBook, prices: Prices) -> Program:

@@ -26,16 +26,24 @@ class StateOnHost:
         self.byte_s = seconds_a_byte(on) if optimizer.state else {}
         scale, placed = Scale(on, candidate.shares), dict(candidate.program.leaves)
         self.sizes: dict[str, tuple[float, ...]] = {}  # of every parameter the state, on each kind
-        for leaf in candidate.program.graph.parameters:
-            if (value := leaf.value).grad:
-                fractions = scale.fractions(cut_of(placed[value.name], value.shape))
-                self.sizes[value.name] = tuple(optimizer.state * value.bytes * part for part in fractions)
+        for value in candidate.program.graph.updated:
+            fractions = scale.fractions(cut_of(placed[value.name], value.shape))
+            self.sizes[value.name] = tuple(optimizer.state * value.bytes * part for part in fractions)
         self.whole = tuple(map(sum, zip(*self.sizes.values(), strict=True)))
 
     def freeing(self, wanted: Sequence[float]) -> tuple[OnHost, ...]:
         """What frees so many bytes on each kind, or all there is."""
         parts = [(k, math.ceil(100 * wanted[k] / self.whole[k])) for k in self.kinds if self.whole[k] and wanted[k] > 0]
         return tuple(OnHost(k, min(part, 100)) for k, part in parts)
+
+    def back(self, on_host: Sequence[OnHost], room: Sequence[float]) -> tuple[OnHost, ...]:
+        """Less of that on the host, where there is room for it on the device."""
+        found = []
+        for one in on_host:
+            fits = math.floor(100 * room[one.kind] / self.whole[one.kind]) if self.whole[one.kind] else 0
+            if (left := one.percent - max(fits, 0)) > 0:
+                found.append(OnHost(one.kind, left))
+        return tuple(found)
 
     def everything(self) -> tuple[OnHost, ...]:
         return tuple(map(OnHost, self.kinds))

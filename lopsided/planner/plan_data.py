@@ -17,6 +17,7 @@ from lopsided.ir.program import Program
 from lopsided.schedule.cost import Costs
 from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import PricedStep, price
+from lopsided.schedule.rounds import batch_size
 from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, OnHost, Rerun, Schedule
 
 INTERRUPTED = "interrupted"
@@ -87,6 +88,7 @@ class Plan:
     stretch: int = 0  # at most so many nodes run as one compiled function
     reruns: tuple[Rerun, ...] = ()  # regions that run again in the backward pass in place of keeping what they save
     on_host: tuple[OnHost, ...] = ()  # optimizer state in the memory of the host, by kind of device
+    microbatches: int = 1  # the batch is computed in so many rounds; the graph and the program are those of one
 
     @property
     def graph(self) -> Graph:
@@ -98,6 +100,11 @@ class Plan:
         return self.on.device_names
 
     @property
+    def rows(self) -> int:
+        """Of the global batch, all rounds together; 0 where inputs have none."""
+        return batch_size(self.graph) * self.microbatches
+
+    @property
     def decisions(self) -> Decisions:
         """What is chosen beside the program and the shares."""
         return Decisions(
@@ -106,6 +113,7 @@ class Plan:
             stretch=self.stretch,
             reruns=self.reruns,
             on_host=self.on_host,
+            microbatches=self.microbatches,
         )
 
     @cached_property

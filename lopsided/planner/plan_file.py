@@ -68,13 +68,14 @@ PLAN_FILE = FileKind(
 )
 
 Predict = Callable[
-    [Program, Shares, Cluster, str, bool, int, tuple[Rerun, ...], tuple[OnHost, ...]],
+    [Program, Shares, Cluster, str, bool, int, tuple[Rerun, ...], tuple[OnHost, ...], int],
     tuple[float, Breakdown, tuple[int, ...]],
 ]
 
 _Stretch = Annotated[int, Key(least=0, most=10**6, rare=True)]
 _BucketBytes = Annotated[int, Key(least=1, most=BUCKET_BYTES)]
 _Reruns = Annotated[tuple[Line, ...], Key(rare=True)]
+_Microbatches = Annotated[int, Key(least=1, most=10**6, rare=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class _PredictionOf:
     bucket_bytes: _BucketBytes = BUCKET_BYTES
     reruns: _Reruns = ()
     on_host: _Reruns = ()
+    microbatches: _Microbatches = 1
     figures: Line
     comparisons: Line
 
@@ -122,6 +124,7 @@ class _PlanFile:
     stretch: _Stretch = 0
     reruns: _Reruns = ()  # FIRST..LAST:LEVEL, and :KIND+KIND where not all kinds do
     on_host: _Reruns = ()  # KIND:PERCENT
+    microbatches: _Microbatches = 1  # rounds; the graph and the program are those of one
     notes: tuple[Line, ...]
     breakdown: Breakdown
     baselines: tuple[Baseline, ...]
@@ -150,6 +153,7 @@ def _in_both(of: Plan | _PlanFile) -> dict[str, Any]:
         "regather",
         "bucket_bytes",
         "stretch",
+        "microbatches",
         "notes",
         "breakdown",
         "baselines",
@@ -212,6 +216,7 @@ def _prediction_of(plan: Plan) -> _PredictionOf:
         bucket_bytes=plan.bucket_bytes,
         reruns=tuple(map(str, plan.reruns)),
         on_host=tuple(map(str, plan.on_host)),
+        microbatches=plan.microbatches,
         figures=_digest(json.dumps([plan.step_s, astuple(plan.breakdown), plan.memory_bytes])),
         comparisons=_digest(json.dumps(compared)),
     )
@@ -360,7 +365,7 @@ def _predicted_anew(plan: Plan, edited: Sequence[str], root: Place, predict: Pre
     if dropped:
         shares = replace(shares, cuts=())
     with root.located("edited " + " and ".join(edited)):
-        how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host)
+        how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host, plan.microbatches)
         step_s, breakdown, memory = predict(program, shares, plan.on, *how)
     notes = [note for note in plan.notes if not note.startswith(EDITED)]
     notes += [f"{EDITED}: {words}" for words in _what_was_edited(edited, dropped)]

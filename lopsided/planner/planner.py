@@ -35,6 +35,7 @@ from lopsided.planner.part_search import PartSearch
 from lopsided.planner.pins import limits_of
 from lopsided.planner.plan_data import INTERRUPTED, Baseline, Breakdown, Plan, SearchReport
 from lopsided.planner.proposals import CandidatePool
+from lopsided.planner.rounds import in_best_rounds, in_so_many
 from lopsided.planner.search import Progress
 from lopsided.planner.segments import given_segments
 from lopsided.planner.worth import worth
@@ -74,6 +75,7 @@ def plan(
     segments: Sequence[str] = (),
     without: Sequence[str] = (),
     known: Sequence[Plan] = (),
+    microbatches: int | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The fastest way to train `model` on `cluster` (a preset's name, a file or a `Cluster`).
@@ -81,8 +83,9 @@ def plan(
     The batch is the global one: all devices together train on it in one step. `dtype` plans for the model in another
     floating dtype than it has. `pins` such as `"encoder.*.weight=I"` fix how parameters are stored, `segments` such as
     `"encoder.*"` give parts of the model shares of their own. `without` some of what this planner adds to HAP
-    (`ablation`) it shows what that is worth. `known` plans of the same model compete: the answer is never
-    predicted slower than any of them is on this cluster.
+    (`ablation`) it shows what that is worth. The batch is computed in `microbatches` rounds; if that is left open, in
+    as many as it takes to fit, or as pay. `known` plans of the same model compete: the answer is never predicted slower
+    than any of them is on this cluster.
     """
     where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     started = time.perf_counter()
@@ -99,6 +102,7 @@ def plan(
         segments=segments,
         without=without,
         known=known,
+        microbatches=microbatches,
         progress=progress,
     )
     return replace(found, capture_s=capture_s)
@@ -115,6 +119,7 @@ def plan_graph(
     segments: Sequence[str] = (),
     without: Sequence[str] = (),
     known: Sequence[Plan] = (),
+    microbatches: int | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The plan of a captured graph."""
@@ -123,9 +128,10 @@ def plan_graph(
     started = time.perf_counter()
     rules = book or derive_rules(graph)
     left_out = additions_named(without)
-    task = _Task(graph, rules, optimizer, started, time_limit_s, pins, segments, left_out, known, progress)
+    task = Task(graph, rules, optimizer, started, time_limit_s, pins, segments, left_out, known, progress)
     if not left_out:
-        return _planned(task, cluster)[0]
+        return in_best_rounds(task, cluster, microbatches, _planned)[0]
+    task = in_so_many(task, microbatches or 1)
     if segments and SEGMENTS in left_out:
         raise InputError("segments are given, and are to be left out", do="leave one of the two away")
     as_believed = [(_planned(task, belief.cluster)[0], belief) for belief in beliefs(cluster, left_out)]
@@ -140,6 +146,7 @@ def plan_rivals(
     *,
     book: RuleBook | None = None,
     optimizer: str = "adamw",
+    microbatches: int | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> tuple[Plan, ...]:
     """The plan of a captured graph and the best of other sorts, so many in all or fewer: on other devices, or with
@@ -150,12 +157,12 @@ def plan_rivals(
         raise InputError(f"{most} plans are none", do="ask for 1 or more")
     rules = book or derive_rules(graph)
     nothing = frozenset[str]()
-    task = _Task(graph, rules, optimizer, time.perf_counter(), math.inf, (), (), nothing, (), progress)
-    return _planned(task, cluster, most)
+    task = Task(graph, rules, optimizer, time.perf_counter(), math.inf, (), (), nothing, (), progress)
+    return in_best_rounds(task, cluster, microbatches, _planned, most)
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Task:
     """What is asked for."""
 
     graph: Graph
@@ -168,13 +175,14 @@ class _Task:
     without: frozenset[str]
     known: Sequence[Plan]
     progress: Callable[[Progress], None]
+    microbatches: int = 1  # the graph is that of one round of so many
 
     def pool(self, *, whole: bool = False) -> CandidatePool:
         """The pool; all of it, whatever is to be left out."""
         without = frozenset[str]() if whole else self.without
         rules = fewer_rules(self.rules, without)
         kept = optimizer_named(self.optimizer)
-        pool = CandidatePool(self.graph, rules, kept, self.limits(rules), self.progress, without)
+        pool = CandidatePool(self.graph, rules, kept, self.limits(rules), self.progress, without, self.microbatches)
         pool.plain_book = self.rules
         return pool
 
@@ -194,7 +202,7 @@ def _collecting_rarely() -> Iterator[None]:
 
 
 @_collecting_rarely()
-def _planned(task: _Task, cluster: Cluster, most: int = 1) -> tuple[Plan, ...]:
+def _planned(task: Task, cluster: Cluster, most: int = 1) -> tuple[Plan, ...]:
     """The best plan, and the best of other sorts, so many in all at the most."""
     pool = task.pool()
     if DEVICES in task.without:
@@ -337,6 +345,8 @@ def _ranked(pool: CandidatePool, cluster: Cluster, places: Sequence[Cluster]) ->
 
 def _judge_known(pool: CandidatePool, known: Plan, cluster: Cluster) -> None:
     """A plan that was made before, on the devices of these names."""
+    if known.microbatches != pool.microbatches:
+        return  # it competes where the batch is computed in as many rounds
     if known.graph.fingerprint != pool.graph.fingerprint:
         raise PlanError("a plan that should compete is for another model or batch", do="give a plan of the same model")
     here, used = {*cluster.device_names}, {*known.devices}
@@ -356,13 +366,13 @@ def _judge_known(pool: CandidatePool, known: Plan, cluster: Cluster) -> None:
     pool.judge(*about, bucket_bytes=known.bucket_bytes, reruns=known.reruns, on_host=known.on_host)
 
 
-def _as_it_is(task: _Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan:
+def _as_it_is(task: Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan:
     """What was chosen with less than there is to know, predicted with all of it.
 
     What each device is worth was believed only, and is left away.
     """
     on = belief.as_it_is(found.on)
-    how = (task.optimizer, found.regather, found.bucket_bytes, found.reruns, found.on_host)
+    how = (task.optimizer, found.regather, found.bucket_bytes, found.reruns, found.on_host, found.microbatches)
     step_s, breakdown, memory = predict(found.program, found.shares, on, *how)
     left_out = ", ".join(name for name in ADDITIONS if name in task.without)
     return replace(
@@ -392,11 +402,13 @@ def predict(
     bucket_bytes: int = BUCKET_BYTES,
     reruns: tuple[Rerun, ...] = (),
     on_host: tuple[OnHost, ...] = (),
+    microbatches: int = 1,
 ) -> tuple[float, Breakdown, tuple[int, ...]]:
     """Seconds of a step of any program with any shares, where they go, and bytes on every device."""
     kept = optimizer_named(optimizer)
     costs, scale = Costs(program.graph, on, kept), Scale(on, shares)
-    schedule = lower(program, Decisions(bucket_bytes, regather=regather, reruns=reruns, on_host=on_host))
+    decisions = Decisions(bucket_bytes, regather=regather, reruns=reruns, on_host=on_host, microbatches=microbatches)
+    schedule = lower(program, decisions)
     timeline = run(price(schedule, costs), costs.network, scale)
     held = holdings(schedule, kept, devices=on.devices)
     return timeline.step_s, breakdown_of(timeline), _every_device(on, bytes_per_kind(held, scale))
@@ -455,13 +467,14 @@ def _answer(
         bucket_bytes=best.bucket_bytes,
         reruns=best.reruns,
         on_host=best.on_host,
+        microbatches=pool.microbatches,
     )
 
 
 def baselines_of(graph: Graph, cluster: Cluster, optimizer: str) -> tuple[Baseline, ...]:
     """What the classics are predicted to take."""
     nothing = frozenset[str]()
-    task = _Task(
+    task = Task(
         graph, derive_rules(graph), optimizer, time.perf_counter(), math.inf, (), (), nothing, (), lambda _: None
     )
     return _baselines(task.pool().classics(cluster))

@@ -94,8 +94,10 @@ class CandidatePool:
         limits: Limits,
         progress: Callable[[Progress], None],
         without: frozenset[str] = frozenset(),
+        microbatches: int = 1,
     ) -> None:
         self.graph, self.book, self.optimizer = graph, book, optimizer
+        self.microbatches = microbatches  # the graph is that of one round of so many
         self.plain_book = book  # without segments
         self.limits, self.progress, self.without = limits, progress, without
         self.dtype = speed_dtype(graph)
@@ -244,7 +246,10 @@ class CandidatePool:
                 return rebucketed(self._lower(program, regather, BUCKET_BYTES, kept), bucket_bytes)
             reruns, on_host = kept
             overlap = OVERLAP not in self.without
-            return lower(program, Decisions(regather=regather, overlap=overlap, reruns=reruns, on_host=on_host))
+            decisions = Decisions(
+                regather=regather, overlap=overlap, reruns=reruns, on_host=on_host, microbatches=self.microbatches
+            )
+            return lower(program, decisions)
 
         return _remembered(self._lowered, (id(program), regather, bucket_bytes, kept), make)
 
@@ -374,6 +379,7 @@ class CandidatePool:
             hidden=hidden,
             byte_s=byte_s,
             regather=regather,
+            microbatches=self.microbatches,
             saves=self._saved,
             rules=at.rules,
         )
@@ -459,7 +465,8 @@ class CandidatePool:
         key = (candidate.on.fingerprint, id(candidate.program), candidate.shares, candidate.regather)
         if key not in self._made_to_fit:
             made = [one for one in self._recomputing(candidate) if one is not None and one.fits]
-            self._made_to_fit[key] = min(made, key=lambda one: one.step_s, default=None)
+            fitting = min(made, key=lambda one: one.step_s, default=None)
+            self._made_to_fit[key] = fitting if fitting is None else self._no_more_on_host(fitting)
         return self._made_to_fit[key]
 
     def _recomputing(self, candidate: Candidate) -> Iterator[Candidate | None]:
@@ -528,6 +535,22 @@ class CandidatePool:
             if made.fits:
                 return
 
+    def _no_more_on_host(self, candidate: Candidate) -> Candidate:
+        """The same, with state back on devices that have room now that shares were balanced, as long as that helps."""
+        for _ in range(_MORE_FREED if candidate.on_host else 0):
+            limits = memory_limits(candidate.on)
+            room = [limit - used for used, limit in zip(candidate.memory, limits, strict=True)]
+            on_host = StateOnHost(candidate, self.optimizer).back(candidate.on_host, room)
+            if on_host == candidate.on_host:
+                break
+            less = self._less_kept(candidate, (candidate.reruns, on_host))
+            made = [one for one in (less, self.again(less)) if one is not None and one.fits]
+            quickest = min(made, key=lambda one: one.step_s, default=candidate)
+            if quickest.step_s >= candidate.step_s * BETTER:
+                break
+            candidate = quickest
+        return candidate
+
     def _less_kept(self, candidate: Candidate, kept: _Kept) -> Candidate:
         """With this, and with losses in chunks."""
         kept = (self._with_chunks(candidate.program, kept[0]), kept[1])
@@ -551,7 +574,7 @@ class CandidatePool:
         if not chunked:
             return reruns
         places = {node.name: k for k, node in enumerate(self.graph.nodes)}
-        return tuple(sorted((*reruns, *chunked), key=lambda rerun: places[rerun.first]))
+        return tuple(sorted({*reruns, *chunked}, key=lambda rerun: places[rerun.first]))
 
     @cached_property
     def blocks(self) -> tuple[Span, ...]:
@@ -707,7 +730,7 @@ class CandidatePool:
         per_s = np.zeros(len(self.graph.nodes))
         for kind in on.kinds:
             per_s += kind.devices / self._working_s(kind)
-        return float((1 / per_s).sum())
+        return float((1 / per_s).sum()) * self.microbatches
 
     def _working_s(self, kind: Kind) -> np.ndarray:
         """Seconds of every node on one such device, launches aside; next to nothing where it does no work."""

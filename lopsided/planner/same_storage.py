@@ -41,7 +41,8 @@ def plan_for_shapes(
     """The plan of the first graph with the storage that is best for all, met so often. They are of one model."""
     if not graphs or len(graphs) != len(often):
         raise PlanError("every shape needs a graph and how often it is met", do="give as many weights as graphs")
-    plans = [plan_graph(graph, cluster, optimizer=optimizer) for graph in graphs]
+    # At once: a batch in rounds has another graph.
+    plans = [plan_graph(graph, cluster, optimizer=optimizer, microbatches=1) for graph in graphs]
     expected = [
         sum(weight * step_on(graph, offer) for graph, weight in zip(graphs, often, strict=True)) for offer in plans
     ]
@@ -130,7 +131,7 @@ def _taken_over(graph: Graph, program: Program, book: RuleBook) -> Program | Non
 
 def _searched(book: RuleBook, plan: Plan, allowed: Callable[[Node, Rule], bool]) -> Program:
     costs = Costs(book.graph, plan.on, optimizer_named(plan.optimizer))
-    prices = SharePrices(costs, Scale(plan.on, plan.shares), regather=plan.regather)
+    prices = SharePrices(costs, Scale(plan.on, plan.shares), regather=plan.regather, microbatches=plan.microbatches)
     targets = {leaf.value.name: leaf.target for leaf in plan.graph.parameters}
     stored = {targets[name]: placement for name, placement in plan.program.leaves if name in targets}
     return search(book, prices, stores=lambda leaf: (stored[leaf.target],), allowed=allowed).program

@@ -44,7 +44,8 @@ class SharePrices:
     """Prices at these shares.
 
     `hidden` is what computation is expected to cover of parameter traffic; `byte_s` the price of a byte held
-    on a device of each kind; with `regather`, gathered parameters are gathered a second time in the backward pass.
+    on a device of each kind; with `regather`, gathered parameters are gathered a second time in the backward pass. The
+    batch is computed in `microbatches` rounds, and the graph is that of one.
     What calls keep and what they take depends on none of these: `saves` and `rules` carry that from one search to the
     next.
     """
@@ -57,11 +58,14 @@ class SharePrices:
         hidden: Hidden = NOTHING_HIDDEN,
         byte_s: tuple[float, ...] = (),
         regather: bool = False,
+        microbatches: int = 1,
         saves: Saves | None = None,
         rules: RulePrices | None = None,
     ) -> None:
         self.costs, self.scale = costs, scale
         self.hidden, self.byte_s, self.regather = hidden, byte_s, regather
+        # Prices are those of one round: of what is done once for all rounds, each has its part.
+        self._once = 1 / microbatches
         self._retaken = retaken(costs.graph)
         # Of a device in the mean: which one will be the slowest is not known yet.
         kinds = costs.cluster.kinds
@@ -103,7 +107,7 @@ class SharePrices:
         if seconds is None:
             fractions = self.scale.fractions(cut_of(placement, leaf.value.shape))
             updates = zip(self.costs.update(leaf, placement), fractions, strict=True)
-            seconds = max(update.at(f) for update, f in updates)
+            seconds = max(update.at(f) for update, f in updates) * self._once
             seconds += self._held(stored(leaf, placement, self.costs.optimizer)) if self.byte_s else 0.0
             self._stores[key] = seconds
         return seconds
@@ -122,9 +126,11 @@ class SharePrices:
         seconds = 0.0
         if there is not None:
             again = there.collective == "all_gather" and (recomputed or (self.regather and value.grad))
-            seconds += self._bucketed(there) * (2 if again else 1) * self._shown(self.hidden.ahead)
+            times = (2 if again else 1) * (1 if self.regather else self._once)
+            seconds += self._bucketed(there) * times * self._shown(self.hidden.ahead)
         if back is not None:
-            seconds += self._bucketed(back) * self._shown(self.hidden.after)
+            times = 1 if self.regather and back.collective == "reduce_scatter" else self._once
+            seconds += self._bucketed(back) * times * self._shown(self.hidden.after)
         # A term of a sum is as large as the whole, and only what was gathered can be gathered again.
         if self.byte_s and stored.is_shard and (to.kind == "P" or (to.is_whole and not (self.regather or recomputed))):
             seconds += self._held((Holding(value.name, "gathered", value.bytes, None),))

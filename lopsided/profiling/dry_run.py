@@ -41,6 +41,7 @@ from lopsided.errors import LopsidedError
 from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
 from lopsided.executor.randomness import RankRandomness
+from lopsided.executor.rounds import run_rounds
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of
 from lopsided.ir.program import Program, RuleBook, one_device
@@ -80,6 +81,7 @@ class Play:
     stretch: int = 0
     reruns: tuple[Rerun, ...] = ()
     kinds: tuple[int, ...] = ()  # the kind of each rank's device, where some run again what others keep
+    microbatches: int = 1
 
 
 def alone_s(
@@ -143,17 +145,26 @@ def stepper(play: Play, communicator: Communicator, device: torch.device) -> Cal
         for leaf in program.graph.leaves
     }
     parameters = {leaf.target: cast(nn.Parameter, leaves[leaf.value.name]) for leaf in program.graph.parameters}
-    decisions = Decisions(play.bucket_bytes, regather=play.regather, stretch=play.stretch, reruns=play.reruns)
+    decisions = Decisions(
+        play.bucket_bytes,
+        regather=play.regather,
+        stretch=play.stretch,
+        reruns=play.reruns,
+        microbatches=play.microbatches,
+    )
     schedule = lower(program, decisions)
     kind = play.kinds[communicator.rank] if play.kinds else 0
     random = RankRandomness(0, communicator.rank, device)
     steps = Executor(schedule, exchange, gradients, random, parameters, device, kind=kind)
 
+    one = torch.ones((), device=device)
+
     def step() -> None:
         for parameter in parameters.values():
             parameter.grad = None
-        loss = steps.run(leaves).loss
-        loss.reshape(()).backward()
+        ran = run_rounds(steps, gradients, parameters.values(), lambda _: leaves, one)
+        ran.taken_over(gradients, one)
+        ran.rounds[-1].loss.reshape(()).backward()
         gradients.finish()
         wait_for(device)
 

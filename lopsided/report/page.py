@@ -21,7 +21,7 @@ from itertools import groupby
 
 from lopsided.calibration.comparison import compare_run
 from lopsided.calibration.run_record import Run
-from lopsided.planner.baselines import STATE, batch_size
+from lopsided.planner.baselines import STATE
 from lopsided.planner.plan_data import Plan
 from lopsided.report.chart import (
     BLOCKED,
@@ -151,7 +151,7 @@ def _hash(content: str) -> str:
 
 
 def _head(plan: Plan, title: str, run: Run | None) -> Html:
-    batch = batch_size(plan.graph)
+    batch = plan.rows
     best = plan.best_baseline
     elements = sum(leaf.value.elements for leaf in plan.graph.parameters)
     figures = [

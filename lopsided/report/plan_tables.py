@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.ir.graph import Leaf
-from lopsided.planner.baselines import STATE, batch_size
+from lopsided.planner.baselines import STATE
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.search import Progress
 from lopsided.report.listing import (
@@ -57,7 +57,7 @@ from lopsided.report.table import (
 )
 from lopsided.schedule.cost import Scale, optimizer_named
 from lopsided.schedule.host_state import host_bytes_per_kind
-from lopsided.schedule.schedule import LEVELS
+from lopsided.schedule.schedule import LEVELS, GatherBucket
 
 _UNLIMITED = 10**6  # columns: what `--full` prints is not cut off
 _LABEL = 30
@@ -94,7 +94,7 @@ def header_lines(plan: Plan, name: str = "") -> Iterator[str]:
         dtypes = f" in {next(iter(elements))}"
     else:
         dtypes = f" ({', '.join(f'{count_text(n)} in {dtype}' for dtype, n in elements.items())})" if elements else ""
-    batch = batch_size(plan.graph)
+    batch = plan.rows
     samples = f", a global batch of {batch:,}" if batch else ""
     yield from paragraph(f"{total} parameters{dtypes}{samples}: {inputs_text(plan)}", indent=0)
     if name.startswith("hf:"):
@@ -317,7 +317,7 @@ def breakdown_table(plan: Plan) -> Table:
     hidden_s = plan.breakdown.hidden_s
     if seconds_or_nothing(hidden_s):
         rows.append(Row(("hidden", hidden_s, None, "sent behind computation, beside the step")))
-    notes = []
+    notes = list(round_lines(plan))
     if plan.regather:
         notes.append("gathered parameters are freed after use and gathered again in the backward pass")
     notes += rerun_lines(plan)
@@ -326,6 +326,23 @@ def breakdown_table(plan: Plan) -> Table:
         notes.append(f"parameters and gradients are sent {bytes_text(plan.bucket_bytes)} at a time")
     columns = (Column(), Column(unit=seconds_text), Column(unit=percent), Column())
     return Table(f"a step  {seconds_text(plan.step_s)}", columns, tuple(rows), tuple(notes))
+
+
+def round_lines(plan: Plan) -> Iterator[str]:
+    """In how many rounds the batch is computed, and what is done in each."""
+    if plan.microbatches == 1:
+        return
+    rows = plan.rows // plan.microbatches
+    yield f"the batch is computed in {plan.microbatches} rounds of {rows:,} rows, each forward and backward"
+    if plan.on.devices == 1:
+        return
+    gathers = any(isinstance(item, GatherBucket) for item in plan.schedule.passes)
+    if gathers:
+        yield f"parameters are gathered {'once for all rounds' if plan.schedule.keeps_copies else 'in every round'}"
+    if plan.regather and gathers:
+        yield "gradients of parameters that are stored cut are sent in every round, others behind the last"
+    else:
+        yield "gradients are added up, and sent behind the last round"
 
 
 def rerun_lines(plan: Plan) -> list[str]:
@@ -482,7 +499,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
     shares = dict.fromkeys((*_EVERYWHERE, *(name for name, _ in plan.shares.named)))
     return {
         "cluster": plan.cluster.name,
-        "batch": batch_size(plan.graph),
+        "batch": plan.rows,
         "parameters": sum(leaf.value.elements for leaf in plan.graph.parameters),
         "dtypes": [*dict.fromkeys(leaf.value.dtype for leaf in plan.graph.parameters)],
         "inputs": {leaf.target: shape_text(leaf) for leaf in inputs_of(plan)},
@@ -491,6 +508,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "bucket_bytes": plan.bucket_bytes,
         "reruns": [str(rerun) for rerun in plan.reruns],
         "on_host": [str(one) for one in plan.on_host],
+        "microbatches": plan.microbatches,
         "step_s": plan.step_s,
         "breakdown": asdict(plan.breakdown),
         "baselines": by_name(replace(baselines, rows=baselines.rows[1:]), "step_s"),
@@ -513,6 +531,6 @@ def plan_json(plan: Plan) -> dict[str, object]:
 def headline(plan: Plan) -> str:
     """The step, and on how many devices."""
     used = f"{len(plan.devices)} of {plan.cluster.devices}" if plan.on != plan.cluster else f"{plan.cluster.devices}"
-    batch = batch_size(plan.graph)
+    batch = plan.rows
     rate = f", {rate_text(batch / plan.step_s)} samples/s" if batch and plan.step_s else ""
     return f"a step of {seconds_text(plan.step_s)}{rate}, with {used} {plural('device', plan.cluster.devices)}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lopsided.calibration.comparison import Comparison
 from lopsided.calibration.run_record import Run
-from lopsided.planner.baselines import STATE, batch_size
+from lopsided.planner.baselines import STATE
 from lopsided.planner.plan_data import Plan
 from lopsided.report.chart import BLOCKED, COMPUTE, EXPOSED, HIDDEN, IDLE, WAITING, Chart, ChartBlock, Strip, subject_of
 from lopsided.report.listing import device_rows
@@ -63,7 +63,7 @@ def listed(parts: Sequence[str]) -> str:
 def lede(plan: Plan) -> Iterator[str]:
     used, every = len(plan.devices), plan.cluster.devices
     of = f"{used} of {every} devices" if used < every else f"{every} {plural('device', every)}"
-    batch = batch_size(plan.graph)
+    batch = plan.rows
     rate = f", {rate_text(batch / plan.step_s)} samples a second" if batch and plan.step_s else ""
     yield f"One training step is predicted to take {seconds_text(plan.step_s)}{rate}, on {of}."
     yield from against_classics(plan)

@@ -35,6 +35,7 @@ from lopsided.profiling.profile import measure_once
 from lopsided.runtime.differences import differences
 from lopsided.runtime.progress import Announcer
 from lopsided.runtime.shapes import Lengths, lengths_of
+from lopsided.schedule.rounds import in_rounds
 from lopsided.schedule.stretches import most_nodes
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
@@ -64,9 +65,10 @@ def agreed_plans(
     most: int,
     tell: Announcer,
     shapes: Callable[[], Sequence[tuple[Graph, float]]] = lambda: (),
+    microbatches: int | None = None,
 ) -> tuple[Plan, ...]:
     """Rank 0's plans, on every rank; refused unless they are for this graph. One that is given is the only one; else
-    the best comes first, and at the most so many are made."""
+    the best comes first, and at the most so many are made, all in `microbatches` rounds if that is given."""
     if plan is None and cluster is None and (path := os.environ.get(PLAN_VARIABLE)):
         plan = path
     if plan is not None and os.environ.get(ELASTIC_VARIABLE) == "1":
@@ -88,11 +90,21 @@ def agreed_plans(
             tell("planning")
             where = measured or (cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster)))
             if others := shapes():
+                if microbatches not in (None, 1):
+                    raise InputError(
+                        f"a plan for several lengths is wanted in {microbatches} rounds",
+                        do="leave out batches= or microbatches=",
+                    )
                 graphs, often = zip(*others, strict=True)
                 plans = (plan_for_shapes((graph, *graphs), (0.0, *often), where, optimizer=optimizer),)
             else:
-                plans = plan_rivals(graph, where, most, optimizer=optimizer)
-        if differs := differences(plans[0].graph, graph):
+                plans = plan_rivals(graph, where, most, optimizer=optimizer, microbatches=microbatches)
+        if microbatches not in (None, plans[0].microbatches):
+            raise PlanError(
+                f"the plan has {rounds_text(plans[0].microbatches)} of the batch, and {microbatches} are asked for",
+                do="leave microbatches= out, or plan anew with --microbatches",
+            )
+        if differs := differences(plans[0].graph, _of_a_round(graph, plans[0])):
             raise PlanError(
                 "the plan belongs to another model or batch: " + "; ".join(differs),
                 where=str(plan) if isinstance(plan, str | Path) else "the plan",
@@ -101,12 +113,21 @@ def agreed_plans(
         return json.dumps([plan_text(one) for one in plans])
 
     agreed = tuple(parse_plan(text, namespaces=graph.namespaces) for text in json.loads(from_first(made)))
-    if differs := differences(agreed[0].graph, graph):
+    if differs := differences(agreed[0].graph, _of_a_round(graph, agreed[0])):
         raise PlanError(
             "this rank's model or batch is not the one that was planned: " + "; ".join(differs),
             do="build the same model with the same batch shape on every rank",
         )
     return agreed
+
+
+def _of_a_round(graph: Graph, plan: Plan) -> Graph:
+    """What a plan is to be compared with: of a batch in rounds, one of them."""
+    return in_rounds(graph, plan.microbatches).graph
+
+
+def rounds_text(count: int) -> str:
+    return "one round" if count == 1 else f"{count} rounds"
 
 
 def _wish(

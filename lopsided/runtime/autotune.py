@@ -168,4 +168,4 @@ class _Stage:
 
 def _play(plan: Plan, world: World) -> Play:
     how = (plan.bucket_bytes, plan.regather, plan.stretch, plan.reruns, kinds_in_group_order(plan, world))
-    return Play(plan.program, plan.on, in_group_order(plan, world), *how)
+    return Play(plan.program, plan.on, in_group_order(plan, world), *how, microbatches=plan.microbatches)

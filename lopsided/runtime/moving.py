@@ -52,7 +52,7 @@ def with_shares(plan: Plan, work: tuple[float, ...], note: str = "") -> Plan:
     # What was settled to the unit of the state's cuts stays settled.
     cuts = tuple(cut for cut in before.cuts if cut[0] == STATE)
     shares = Shares(work, tuple(named), cuts)
-    how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host)
+    how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host, plan.microbatches)
     step_s, breakdown, memory = predict(plan.program, shares, plan.on, *how)
     over = [d for d, most in enumerate(memory_limits(plan.on)) if memory[d] > most]
     if over:

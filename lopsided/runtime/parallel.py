@@ -48,10 +48,11 @@ from lopsided.comm.world import (
     waiting,
 )
 from lopsided.errors import BatchError, TrainingError
-from lopsided.executor.executor import Executor, Ran
+from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
 from lopsided.executor.local_op import AnyRandomness
 from lopsided.executor.randomness import RankRandomness
+from lopsided.executor.rounds import RoundsRan, is_narrow, run_for_values, run_rounds
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
@@ -81,6 +82,7 @@ from lopsided.runtime.last_loss import LastLoss
 from lopsided.runtime.moving import take_shares
 from lopsided.runtime.optimizers import watch_optimizers
 from lopsided.runtime.out_of_memory import explain
+from lopsided.runtime.output_rounds import outputs_of_rounds
 from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.paced import Paced, check_replan
 from lopsided.runtime.parameter_hooks import ParameterHooks
@@ -117,6 +119,7 @@ def parallelize(
     check_capture: bool = True,
     on_nan: str = "stop",
     bucket_bytes: int | None = None,
+    microbatches: int | None = None,
     compile: bool | None = None,
     measure_s: float | None = None,
     tries: int = 1,
@@ -136,7 +139,8 @@ def parallelize(
     the example batch or some rows of it. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the
     script decides. With `compile`, what a device does between two communications runs as functions that Inductor
     compiles; that is the default where there is a GPU. Gradients and gathered parameters are sent `bucket_bytes` at a
-    time, if not as the plan says. With `replan="auto"` devices that turn out slower or faster than planned get other
+    time, if not as the plan says. The batch is computed in `microbatches` rounds, if not as the plan says, or as it
+    takes to fit. With `replan="auto"` devices that turn out slower or faster than planned get other
     shares while training.
     """
     check_replan(replan)
@@ -167,7 +171,7 @@ def parallelize(
                 found.append((capture_call(model, other, loss_fn=loss_fn, needs_loss=False).graph, often))
             return found
 
-        plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell, shapes)
+        plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell, shapes, microbatches)
         plans = compiled_where_wanted(plans, compile, where)
         chosen = quickest(plans, where, timeout_s=timeout_s, progress=tell)[0] if tries > 1 else plans[0]
         world = meet(chosen, device=where, timeout_s=timeout_s)
@@ -256,6 +260,9 @@ class Parallel(nn.Module):
         self.randomness: AnyRandomness = randomness or RankRandomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
         self._last_loss = LastLoss(self._here(), on_nan)
+        # The gradient that losses get: that of the last, which is mostly that of the next.
+        self._upstream = torch.ones((), dtype=torch.float64, device=world.device)
+        self._knows_upstream = False
         if self.wire is not None:
             self._exchange = Redistributor(self.wire, self.shares, network)
             self._gradients = self._collector()
@@ -266,7 +273,7 @@ class Parallel(nn.Module):
         self.training = model.training
         self._every_module = list(self.modules())
         self._buffers_by_name = Buffers(self)
-        self._inputs = Inputs(self._graph, plan.program, world, self._exchange if self.wire is not None else None)
+        self._inputs = self._new_inputs()
         self._planned = self._signature(self._form.read_batch(batch), None)
         watch_optimizers(self)
         self.__dict__["_of_model"] = {*vars(model)} - {*vars(self)} - {*vars(nn.Module())}
@@ -327,7 +334,7 @@ class Parallel(nn.Module):
         # Weakly: a module that nobody needs is gone at once, and its watch with it.
         this = weakref.ref(self)
         hooks = ParameterHooks(self._adopted.by_name)
-        made.on_begin = hooks.begin
+        made.on_begin, made.quiet = hooks.begin, hooks.quiet
         made.on_finish = lambda: _pass_is_done(this(), hooks)
         return made
 
@@ -363,10 +370,21 @@ class Parallel(nn.Module):
             made._gradients = made._collector()
         made._every_module = list(made.modules())
         made._buffers_by_name = Buffers(made)
+        made._inputs = made._new_inputs()
         made._form, made._programs = made._no_programs()
         watch_optimizers(made)
         memo[id(self)] = made
         return made
+
+    def _new_inputs(self) -> Inputs:
+        exchange = self._exchange if self.wire is not None else None
+        made = Inputs(self._graph, self.plan.program, self.world, exchange, self.plan.microbatches)
+        made.table = self._table
+        return made
+
+    def _table(self, leaf: Leaf) -> Tensor:
+        """A buffer or a constant."""
+        return self._constant(leaf) if leaf.kind == "constant" else self._buffers_by_name[leaf.target]
 
     def _no_programs(self) -> tuple[CallForm, Programs]:
         model, loss_fn = self._model[0], self._loss_fn
@@ -438,7 +456,7 @@ class Parallel(nn.Module):
         made = found.returned.rebuilt(loss, parts, has_loss=found.has_loss)
         return made if found.returned.loss is None else with_loss(made)
 
-    def _step(self, given: Given, wire: Communicator) -> tuple[CallProgram, Ran, RowCut | None]:
+    def _step(self, given: Given, wire: Communicator) -> tuple[CallProgram, RoundsRan, RowCut | None]:
         self._begin_step()
         wire.recorder = self.recording.noting if self.recording is not None and self.training else None
         handed_out = self._handed_out.of(given.tensors.values())
@@ -462,11 +480,21 @@ class Parallel(nn.Module):
         if found is None:
             self.watch.finish_handshake()  # all ranks must be here to agree on a program
             given, found = self._programs.make(given, signature)
-        local = self._inputs.local(given, cut, found.program, self._exchange)
-        ran = found.executor.run(self._leaves(found.program) | local)
+        local = self._inputs.local(given, cut, found.program, found.rounds, self._exchange)
+        leaves = self._leaves(found.program)
+        trained = self._adopted.by_name.values() if found.rounds.count > 1 and torch.is_grad_enabled() else ()
+
+        def of_round(number: int) -> dict[str, Tensor]:
+            return leaves | local(number)
+
+        if trained and not self._knows_upstream and is_narrow(found.program.graph):
+            ran = run_for_values(found.executor, self._gradients, trained, of_round)
+        else:
+            ran = run_rounds(found.executor, self._gradients, trained, of_round, self._upstream)
         with wire.recorder.handshaking() if wire.recorder is not None else nullcontext():
             self.watch.finish_handshake()
-        self._buffers_by_name.update(ran.updates)
+        # Every round has started from the same, and ends with the same.
+        self._buffers_by_name.update(ran.rounds[-1].updates)
         if self.training and self._check_every and self._forwards % self._check_every == 0:
             self._compare_replicas()
         if found.has_loss:
@@ -475,15 +503,25 @@ class Parallel(nn.Module):
         self.last_cut = cut
         return found, ran, cut
 
-    def _handed_on(self, found: CallProgram, ran: Ran, cut: RowCut | None) -> list[Tensor]:
+    def _handed_on(self, found: CallProgram, ran: RoundsRan, cut: RowCut | None) -> list[Tensor]:
         """The loss and what is returned besides, as the caller gets them."""
         names = list(dict.fromkeys(found.returned.names))
-        parts = [ran.outputs[name] for name in names]
-        loss = ran.loss
+        loss = ran.rounds[-1].loss
+        if found.rounds.count > 1:
+            if ran.again is not None:
+                loss = loss.detach().requires_grad_()
+            if loss.requires_grad:
+                self._gradients.reset()
+                (loss,) = _StepEnd.apply(self, ran, loss)  # type: ignore[no-untyped-call]
+            else:
+                loss = ran.loss
+            handed = outputs_of_rounds(found.rounds, ran, found.executor.placed, names, self._exchange, cut)
+            return [loss.reshape(()), *(handed[name] for name in found.returned.names)]
+        parts = [ran.rounds[-1].outputs[name] for name in names]
         if loss.requires_grad:
             self._gradients.reset()
             moving = [k for k, part in enumerate(parts) if isinstance(part, Tensor) and part.requires_grad]
-            loss, *moved = _StepEnd.apply(self, loss, *(parts[k] for k in moving))  # type: ignore[no-untyped-call]
+            loss, *moved = _StepEnd.apply(self, ran, loss, *(parts[k] for k in moving))  # type: ignore[no-untyped-call]
             for k, part in zip(moving, moved, strict=True):
                 parts[k] = part
         values = found.program.graph.values
@@ -518,12 +556,12 @@ class Parallel(nn.Module):
             self._constant_tensors[id(leaf)] = made.reshape(leaf.value.shape)
         return self._constant_tensors[id(leaf)]
 
-    def _compiled(self, program: Program, outputs: tuple[str, ...]) -> Executor:
+    def _compiled(self, program: Program, outputs: tuple[str, ...], rounds: int) -> Executor:
         # A batch of another shape may have another graph.
         reruns = tuple(reruns_in(program.graph, self._decisions.reruns))
         kinds = kinds_in_group_order(self.plan, self.world)
         return Executor(
-            lower(program, replace(self._decisions, reruns=reruns)),
+            lower(program, replace(self._decisions, reruns=reruns, microbatches=rounds)),
             self._exchange,
             self._gradients,
             self.randomness,
@@ -593,6 +631,12 @@ class Parallel(nn.Module):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, on: bool) -> None:
         self._syncing = on
+
+    def remember_upstream(self, gradient: Tensor) -> None:
+        """The gradient that a loss has got. By none, and by what is not finite, nothing can be scaled."""
+        wide = gradient.detach().reshape(()).to(torch.float64)
+        self._upstream = torch.where(wide.isfinite() & (wide != 0), wide, self._upstream)
+        self._knows_upstream = True
 
     def together(self, call: str) -> None:
         """A call that every rank must make begins: refused if others make another one, or none within `timeout_s`."""
@@ -664,7 +708,7 @@ class Parallel(nn.Module):
             self._exchange = Redistributor(self.wire, self.shares, Network(plan.on))
             self._gradients = self._collector()
         self._form, self._programs = self._no_programs()
-        self._inputs = Inputs(self._graph, plan.program, self.world, self._exchange if self.wire is not None else None)
+        self._inputs = self._new_inputs()
         self._handed_out = HandedOut()
 
     # What is recorded
@@ -796,11 +840,12 @@ class _StepEnd(torch.autograd.Function):
     """The end of a forward pass and the start of its backward pass, from the loss or from anything else returned."""
 
     @staticmethod
-    def forward(ctx: Any, pm: Parallel, loss: Tensor, *parts: Tensor) -> Any:
-        ctx.pm = pm
+    def forward(ctx: Any, pm: Parallel, ran: RoundsRan, loss: Tensor, *parts: Tensor) -> Any:
+        ctx.pm, ctx.ran = pm, ran if len(ran.rounds) > 1 else None
         ctx.save_for_backward(loss)
         ctx.set_materialize_grads(False)
-        return (loss.view_as(loss), *(part.view_as(part) for part in parts))
+        total = loss.view_as(loss) if ctx.ran is None else ran.loss.view_as(loss)
+        return (total, *(part.view_as(part) for part in parts))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> Any:
@@ -812,8 +857,16 @@ class _StepEnd(torch.autograd.Function):
             ) from None
         ctx.pm._gradients.syncing = ctx.pm._syncing
         ctx.pm._gradients.begin()
+        if ctx.ran is not None and gradient is not None:
+            ran = ctx.ran if ctx.ran.again is None else ctx.ran.again(gradient.detach().to(torch.float64))
+            ran.taken_over(ctx.pm._gradients, gradient)
+            ctx.pm.remember_upstream(gradient)
+            if ctx.ran.again is not None:
+                last = ran.rounds[-1].loss
+                torch.autograd.backward([last], [gradient.expand_as(last)])
+                ctx.ran.sums = None
         # The whole of the backward pass runs, as it was planned, also where the loss itself was not asked for.
-        return None, torch.zeros_like(loss) if gradient is None else gradient, *others
+        return None, None, torch.zeros_like(loss) if gradient is None else gradient, *others
 
 
 class _Followed(torch.autograd.Function):

@@ -10,7 +10,8 @@ when gradients are complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,24 @@ class ParameterHooks:
         """A backward pass begins."""
         with DisableTorchFunctionSubclass():  # so that pieces are asked as quickly as others
             self._take_all(syncing)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """In here backward passes run that are parts of one: hooks are called when that ends."""
+        with DisableTorchFunctionSubclass():
+            places = [
+                (hooks, dict(hooks))
+                for parameter in self._parameters.values()
+                for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+                if hooks
+            ]
+        for hooks, _ in places:
+            hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, held in places:
+                hooks.update(held)
 
     def _take_all(self, syncing: bool) -> None:
         for taken in self._taken:  # of a pass that was broken off

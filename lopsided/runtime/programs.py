@@ -7,6 +7,7 @@ storage (`lopsided.planner.same_storage`), and agreed on by all ranks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -29,12 +30,28 @@ from lopsided.runtime.adoption import replaced
 from lopsided.runtime.agreement import from_first
 from lopsided.runtime.calls import CallForm, Given, Signature
 from lopsided.runtime.pieces import Piece
+from lopsided.schedule.rounds import NoRoundsError, Rounds, batch_size, in_rounds
 
 MOST_PROGRAMS = 64
 """So many different calls (shapes, modes, arguments that are not tensors) have programs of their own."""
 
 MOST_READS = 8
 """For so many values of what forward reads from attributes one of them is captured."""
+
+
+class InOneRoundWarning(UserWarning):
+    """A call of a model that is trained in rounds, and is itself computed at once."""
+
+
+def fewest_rounds(rows: int, most: int, planned: int) -> int:
+    """So many equal rounds of `most` rows or fewer, or as planned where that will do.
+
+    >>> fewest_rounds(32, 8, 4), fewest_rounds(16, 8, 4), fewest_rounds(18, 8, 4), fewest_rounds(6, 8, 1)
+    (4, 4, 3, 1)
+    """
+    if planned == 1 or (rows % planned == 0 and rows <= most * planned):
+        return planned
+    return next(count for count in range(max(-(-rows // max(most, 1)), 1), rows + 1) if rows % count == 0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,7 @@ class CallProgram:
     has_loss: bool
     reads: Reads
     executor: Executor
+    rounds: Rounds  # the program is that of one
 
 
 class Programs:
@@ -60,7 +78,7 @@ class Programs:
         side: dist.ProcessGroup | None,
         form: CallForm,
         loss_fn: LossFn | None,
-        compile_program: Callable[[Program, tuple[str, ...]], Executor],
+        compile_program: Callable[[Program, tuple[str, ...], int], Executor],
     ) -> None:
         # In a tuple, since a module's children would be registered where this is kept.
         self._model, self._pieces, self._plan, self._world = (model,), pieces, plan, world
@@ -70,9 +88,12 @@ class Programs:
 
     def add_planned(self, signature: Signature, captured: Captured) -> None:
         """The call that was planned. What is returned beside the loss may need more than the plan has."""
-        is_planned = captured.whole is captured.graph
-        program = self._plan.program if is_planned else self._agreed(captured.whole)
-        self._add(signature, captured, program)
+        rounds = in_rounds(captured.whole, self._plan.microbatches, captured.returned.names)
+        is_planned = captured.whole is captured.graph and (
+            rounds.count == 1 or rounds.graph.fingerprint == self._plan.graph.fingerprint
+        )
+        program = self._plan.program if is_planned else self._agreed(rounds.graph)
+        self._add(signature, captured, program, rounds)
 
     def has(self, signature: Signature) -> bool:
         return signature in self._calls
@@ -99,11 +120,27 @@ class Programs:
 
     def _captured(self, given: Given, signature: Signature) -> CallProgram:
         captured = self._capture(given, signature)
-        return self._add(signature, captured, self._agreed(captured.whole))
+        rounds = self._rounds(captured, signature)
+        return self._add(signature, captured, self._agreed(rounds.graph), rounds)
 
-    def _add(self, signature: Signature, captured: Captured, program: Program) -> CallProgram:
-        executor = self._compile(program, tuple(dict.fromkeys(captured.returned.names)))
-        made = CallProgram(program, captured.returned, captured.has_loss, captured.reads, executor)
+    def _rounds(self, captured: Captured, signature: Signature) -> Rounds:
+        """As few as have at most as many rows as a planned one; where the call cannot be in rounds, it is in one."""
+        rows, names = batch_size(captured.whole), captured.returned.names
+        count = fewest_rounds(rows, batch_size(self._plan.graph), self._plan.microbatches)
+        try:
+            if any(has_gradient for *_, has_gradient in signature.inputs):
+                raise NoRoundsError("an input has a gradient", do="plan without rounds")
+            return in_rounds(captured.whole, count, names)
+        except NoRoundsError as error:
+            if any(signature.mode):
+                warnings.warn(
+                    InOneRoundWarning(f"a batch of {rows} rows is computed at once: {error.what}"), stacklevel=2
+                )
+            return in_rounds(captured.whole, 1)
+
+    def _add(self, signature: Signature, captured: Captured, program: Program, rounds: Rounds) -> CallProgram:
+        executor = self._compile(program, tuple(dict.fromkeys(captured.returned.names)), rounds.count)
+        made = CallProgram(program, captured.returned, captured.has_loss, captured.reads, executor, rounds)
         self._calls.setdefault(signature, []).append(made)
         return made
 

@@ -164,9 +164,11 @@ class FoldedStep:
         self._runs: dict[tuple[object, ...], int] = {}  # layers are alike, and joined once
         self._running: list[Computed] = []
         self._awaited = 0
-        self._gathers: dict[str, int] = {}  # numbers of the buckets of parameters, by id
-        self._add_pass(priced.schedule.forward)
-        self._add_pass(priced.schedule.backward)
+        self._gathers: dict[str, int] = {}  # numbers of the buckets of parameters that were sent last, by id
+        self._gathered = 0  # so many of them were sent
+        for forward, backward in priced.schedule.rounds():
+            self._add_pass(forward)
+            self._add_pass(backward)
         self._add(_AWAIT, _GRADIENTS)
         self._running += priced.updates
         self._flush()
@@ -212,7 +214,9 @@ class FoldedStep:
             elif isinstance(item, Bucket):
                 self._send(_SEND if item.hides else _BLOCK, item.transfers)
                 if item.hides and isinstance(item, GatherBucket):
-                    self._add(_MARK, self._gathers.setdefault(item.id, len(self._gathers)))
+                    self._gathers[item.id] = self._gathered
+                    self._gathered += 1
+                    self._add(_MARK, self._gathers[item.id])
                 elif item.hides:
                     self._add(_MARK, _GRADIENTS)
 

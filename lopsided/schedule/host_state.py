@@ -32,7 +32,7 @@ def kept_on_host(program: Program, on_host: Sequence[OnHost]) -> dict[str, tuple
             f"optimizer state cannot be in host memory by {', '.join(map(str, on_host))}",
             do="give every kind of devices once, with a percentage from 1 to 100",
         )
-    trained = [leaf.value for leaf in program.graph.parameters if leaf.value.grad]
+    trained = program.graph.updated
     whole, before = sum(value.bytes for value in trained), 0
     found = {}
     for value in trained:

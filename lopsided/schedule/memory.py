@@ -19,6 +19,8 @@ In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whol
                                 or at work is there any more                               `_streamed`
     waiting                     gradients of gathered parameters, whole, until a bucket of
                                 them is full                                               `_waiting`
+    between rounds              sums of gradients that the last round sends, and the rows
+                                of all rounds                                              `_between_rounds`
     working                     of the largest step: operands and results that are not
                                 held anyway, and their gradients                           `_working`
                                 of a loss that runs some rows at a time, what one chunk
@@ -50,7 +52,7 @@ from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
 from lopsided.schedule.host_state import slice_bytes
 from lopsided.schedule.loss_heads import VIEWS
-from lopsided.schedule.schedule import Chunked, Redistribute, Schedule
+from lopsided.schedule.schedule import Chunked, Redistribute, ReduceBucket, Schedule
 
 USES = (
     "parameter",
@@ -158,16 +160,17 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
     program = schedule.program
     placed = dict(program.leaves)
     found: list[Holding] = []
-    used = {name for node in program.graph.nodes for name in node.operands}
+    updated = {value.name for value in program.graph.updated}
     away = {update.parameter: Kinds(frozenset(update.on_host)) for update in schedule.update if update.on_host}
     for leaf in program.graph.leaves:
         held = stored(leaf, placed[leaf.value.name], optimizer)
         if (here := away.get(leaf.value.name)) is not None:
             held = tuple(replace(one, on=here) if one.use == "optimizer" else one for one in held)
         # What nobody uses never has a gradient, and so no state.
-        found += held if leaf.value.name in used else (one for one in held if one.use not in ("gradient", "optimizer"))
+        found += (one for one in held if one.use not in ("gradient", "optimizer") or leaf.value.name in updated)
     found += _gathered(schedule)
     found += _waiting(schedule)
+    found += _between_rounds(schedule)
     found += _streamed(schedule, optimizer, 1 / devices)
     for on in _kinds_apart(schedule):
         copies, stretches = _Copies.of_schedule(schedule), list(_but_chunked(schedule, _stretches(schedule, on)))
@@ -268,6 +271,28 @@ def _waiting(schedule: Schedule) -> Iterator[Holding]:
     if size:
         most = min(size, schedule.decisions.bucket_bytes)
         yield Holding("gradients in a bucket", "waiting", most, None, size)
+
+
+def _between_rounds(schedule: Schedule) -> Iterator[Holding]:
+    """What rounds have beside what one has: the other rounds' rows, and gradients that are still to be sent."""
+    others, program = schedule.decisions.microbatches - 1, schedule.program
+    if not others:
+        return
+    placed = dict(program.leaves)
+    for leaf in program.graph.leaves:
+        if leaf.kind == "input":
+            cut = cut_of(placed[leaf.value.name], leaf.value.shape)
+            yield Holding(leaf.value.name, "saved", leaf.value.bytes * others, cut)
+    last = {
+        member
+        for item in schedule.backward
+        if isinstance(item, ReduceBucket) and not schedule.is_sent_in(item, 0)
+        for member in item.members
+    }
+    for item in schedule.backward:
+        if item.id in last and isinstance(item, Redistribute):
+            value = program.graph.values[item.value]
+            yield Holding(value.name, "gradient", value.bytes, cut_of(item.source, value.shape))
 
 
 # Whose memory it is

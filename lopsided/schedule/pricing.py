@@ -41,8 +41,8 @@ class PricedStep:
 
     @cached_property
     def computes(self) -> tuple[Computed, ...]:
-        """In both passes, in order."""
-        ids = (item.id for item in self.schedule.passes)
+        """In both passes of every round, in order."""
+        ids = (item.id for item in self.schedule.passes * self.schedule.decisions.microbatches)
         return tuple(self.computed[name] for name in ids if name in self.computed)
 
     @cached_property
@@ -75,7 +75,10 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
             if any(affine != FREE for affine in seconds):
                 found[item.id] = Computed(item.id, item.node, item.phase, seconds, cost.cut)
     leaves = {leaf.value.name: leaf for leaf in schedule.program.graph.parameters}
+    updated = {value.name for value in schedule.program.graph.updated}
     for update in schedule.update:
+        if update.parameter not in updated:
+            continue  # optimizers pass over what has no gradient
         leaf = leaves[update.parameter]
         seconds = costs.update(leaf, update.placement)
         if update.on_host:

@@ -8,7 +8,8 @@ again.
     Exchange        a collective inside a node: what a talking rule or factor broadcasting sends by itself
     Redistribute    a value changes its placement; a parameter does so by a bucket, behind computing
     GatherBucket    parameters on their way to copies, started here, each waited for where it is taken
-    ReduceBucket    gradients on their way to stored pieces, sent here, waited for by the optimizer
+    ReduceBucket    gradients on their way to stored pieces, sent here, waited for by the optimizer; of rounds, here
+                    in the last (`Schedule.rounds`)
     Recompute       the forward items that the backward pass runs again from here on
     Stretch         the nodes that run from here on as one function
     Chunked         the nodes that run from here on forward and backward together, so many rows at a time
@@ -139,9 +140,12 @@ class Decisions:
     stretch: int = 0  # at most so many nodes, between two communications, run as one function; 0: each by itself
     reruns: tuple[Rerun, ...] = ()  # beside those that the model checkpoints, in the order of the program
     on_host: tuple[OnHost, ...] = ()  # optimizer state in the memory of the host, by kind of device
+    microbatches: int = 1  # rounds of the two passes, each of as many rows of the batch; the program is that of one
 
     def __str__(self) -> str:
-        numbers = [f for f in fields(self) if f.name not in _LISTED and (f.name != "stretch" or self.stretch)]
+        usual = Decisions()
+        rare = {name for name in ("stretch", "microbatches") if getattr(self, name) == getattr(usual, name)}
+        numbers = [f for f in fields(self) if f.name not in _LISTED and f.name not in rare]
         told = [f"{field.name}={int(getattr(self, field.name))}" for field in numbers]
         listed = ((name, getattr(self, name)) for name in _LISTED)
         return " ".join([*told, *(f"{name}={','.join(map(str, one))}" for name, one in listed if one)])
@@ -304,6 +308,31 @@ class Schedule:
     def steps(self) -> Mapping[str, Step]:
         """By which rule every node runs."""
         return {step.node.name: step for step in self.program.steps}
+
+    @property
+    def keeps_copies(self) -> bool:
+        """What the first round gathers serves all rounds. Where something is gathered again, every round gathers."""
+        return not self.decisions.regather and not self.regions
+
+    def is_sent_in(self, bucket: Bucket, number: int) -> bool:
+        """Whether a bucket is sent in a round, counted from 0.
+
+        Gradients are added up where they are made, and sent behind the last round. Where parameters are stored cut and
+        gathered again, sums of whole gradients would take the memory that this saves: they are sent in every round.
+        """
+        if isinstance(bucket, GatherBucket):
+            return number == 0 or not self.keeps_copies
+        every = self.decisions.regather and bucket.collective == "reduce_scatter"
+        return every or number + 1 == self.decisions.microbatches
+
+    def rounds(self) -> Iterator[tuple[Sequence[Item], Sequence[Item]]]:
+        """The forward and the backward pass of every round."""
+        for number in range(self.decisions.microbatches):
+            forward, backward = (
+                [item for item in items if not isinstance(item, Bucket) or self.is_sent_in(item, number)]
+                for items in (self.forward, self.backward)
+            )
+            yield forward, backward
 
     @property
     def redistributed(self) -> Iterator[Redistribute]:

@@ -136,9 +136,12 @@ class Timeline:
 def run(priced: PricedStep, network: Network, scale: Scale, *, events: bool = False) -> Timeline:
     """One training step."""
     lanes = _Lanes(network, scale, priced.computed, [] if events else None)
-    lanes.run(priced.schedule.forward)
-    forward = max(lanes.now)
-    lanes.run(priced.schedule.backward)
+    forward = begun = 0.0
+    for there, back in priced.schedule.rounds():
+        lanes.run(there)
+        forward += max(lanes.now) - begun
+        lanes.run(back)
+        begun = max(lanes.now)
     lanes.wait_for(lanes.last_gradients)
     backward = max(lanes.now) - forward
     computed = lanes.computed

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lopsided.capturing.call import arguments_of, flatten_batch, in_form_of
+from lopsided.capturing.capture_graph import capture
 from lopsided.capturing.retype import in_dtype
 from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.cluster.cluster_file import parse_cluster
@@ -52,9 +53,10 @@ from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.schedule.schedule import OnHost, Rerun
+from lopsided.schedule.rounds import Rounds, in_rounds, may_draw
+from lopsided.schedule.schedule import Decisions, OnHost, Rerun
 from lopsided.verification.copies import copied, widened
-from lopsided.verification.simulator import simulate
+from lopsided.verification.simulator import Simulation, simulate
 from lopsided.verification.verifier import compare, random_program, random_shares
 
 STEPS = 20
@@ -87,6 +89,7 @@ class ProcessesJob:
     shares: Shares
     regather: bool
     reruns: tuple[Rerun, ...]
+    microbatches: int
     cluster: str
     namespaces: tuple[str, ...]
     trains: bool  # STEPS steps in its own dtype, or one in float64
@@ -114,10 +117,12 @@ class Claim:
 def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
     """The plan in a file, refused unless it is one for the captured graph, in its own dtype or another."""
     plan = load_plan(file, namespaces=graph.namespaces)
-    differs = differences(plan.graph, graph)
+    differs = differences(plan.graph, in_rounds(graph, plan.microbatches).graph)
     dtype = _dtype_of(plan.graph)
-    if differs and dtype != _dtype_of(graph) and plan.graph.fingerprint == in_dtype(graph, dtype).fingerprint:
-        return replace(subject, dtype=dtype), plan
+    if differs and dtype != _dtype_of(graph):
+        retyped = in_rounds(in_dtype(graph, dtype), plan.microbatches).graph
+        if plan.graph.fingerprint == retyped.fingerprint:
+            return replace(subject, dtype=dtype), plan
     if differs:
         raise PlanError(
             "the plan belongs to another model or batch: " + "; ".join(differs),
@@ -129,7 +134,7 @@ def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
 
 def jobs_of_plan(subject: Subject, plan: Plan) -> list[ProcessesJob]:
     both = _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
-    return [replace(job, reruns=plan.reruns, on_host=plan.on_host) for job in both]
+    return [replace(job, reruns=plan.reruns, on_host=plan.on_host, microbatches=plan.microbatches) for job in both]
 
 
 def jobs_at_large(
@@ -184,6 +189,7 @@ def _step(
         shares,
         regather,
         (),
+        1,
         where.text(),
         graph.namespaces,
         False,
@@ -224,10 +230,13 @@ def check_memory(graph: Graph, processes: int) -> None:
 def on_simulated_devices(subject: Subject, plan: Plan) -> Claim:
     """A step by the plan on simulated devices, in this process."""
     wide = in_wide(plan)
+    whole = in_float64(_whole_graph(plan, *_loaded(subject)))
     model, batch = _cast(*_loaded(subject), "f64")
-    expected = simulate(one_device(wide.graph), model, batch, (1.0,), seed=subject.seed)
-    about = (wide.program, model, batch, wide.shares)
-    found = simulate(*about, seed=subject.seed, decisions=wide.decisions, kinds=wide.kind_numbers)
+    expected = _alone(whole, plan.microbatches, model, batch, subject.seed)
+    about, rounds = (wide.program, model, batch, wide.shares), in_rounds(whole, plan.microbatches)
+    found = simulate(
+        *about, seed=subject.seed, decisions=wide.decisions, kinds=wide.kind_numbers, rounds=_if_several(rounds)
+    )
     error, where = compare(found, expected)
     return Claim("the plan: a step in float64", error, where, TOLERANCE)
 
@@ -272,7 +281,7 @@ def _parsed(job: ProcessesJob) -> Plan:
     report = SearchReport(0.0, 0, 0.0, 0.0, 0.0, "", 0, ())
     memory = (0,) * len(job.shares)
     made = Plan(where, where, program, job.shares, "adamw", job.regather, 0.0, nothing, memory, (), report, (), ())
-    return replace(made, reruns=job.reruns, on_host=job.on_host)
+    return replace(made, reruns=job.reruns, on_host=job.on_host, microbatches=job.microbatches)
 
 
 @lru_cache(maxsize=1)
@@ -328,10 +337,10 @@ class Sameness:
 
 def compare_step(model: nn.Module, batch: object, plan: Plan, world: World, *, seed: int = 0) -> Sameness:
     """One forward and backward pass in float64."""
-    wide = in_wide(plan)
+    wide, graph = in_wide(plan), in_float64(_whole_graph(plan, model, batch))
     model64, batch64 = widened(copied(model).to(world.device)), _double(batch, world.device)
-    expected = simulate(one_device(wide.graph), model64, batch64, (1.0,), seed=seed)
-    pm = seeded(copied(model64), batch64, wide, world, seed)
+    expected = _alone(graph, plan.microbatches, model64, batch64, seed)
+    pm = seeded(copied(model64), batch64, graph, wide, world, seed)
     with default_dtype_of(wide.graph):
         loss = _loss_of(pm, batch64)
         loss.backward()
@@ -377,11 +386,10 @@ def compare_training(
 ) -> Sameness:
     """`steps` steps of AdamW in the plan's own dtype, the same batch every time, on the processes and on one device; as
     long as the loss of one device is a number."""
-    alone = copied(model).to(world.device)
-    pm = seeded(copied(model), batch, plan, world, seed)
+    alone, whole = copied(model).to(world.device), _whole_graph(plan, model, batch)
+    pm = seeded(copied(model), batch, whole, plan, world, seed)
     ours = torch.optim.AdamW(pm.parameters(), lr=lr)
     theirs = torch.optim.AdamW(alone.parameters(), lr=lr)
-    whole = one_device(plan.graph)
     curve, expected = [], []
     # Convolutions on a GPU round to 10 bits unless told otherwise, which is another matter.
     exact, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
@@ -389,7 +397,7 @@ def compare_training(
         # Once for all, on rank 0: the processes may share few cores.
         told = torch.zeros((), dtype=torch.float64)
         if world.rank == 0:
-            told.fill_(_step_alone(whole, alone, batch, theirs, seed, max_norm))
+            told.fill_(_step_alone(whole, plan.microbatches, alone, batch, theirs, seed, max_norm))
         dist.broadcast(told, 0)
         one = told.item()
         if not math.isfinite(one):
@@ -407,10 +415,34 @@ def compare_training(
     return Sameness(0.0, "", tuple(curve), tuple(expected))
 
 
+def _whole_graph(plan: Plan, model: nn.Module, batch: object) -> Graph:
+    """The graph of the whole batch: of a batch in rounds the plan has that of one."""
+    return plan.graph if plan.microbatches == 1 else capture(model, batch)
+
+
+def _if_several(rounds: Rounds) -> Rounds | None:
+    return rounds if rounds.count > 1 else None
+
+
+def _alone(whole: Graph, microbatches: int, model: nn.Module, batch: object, seed: int) -> Simulation:
+    """What one device makes of the batch at once; in the same rounds where something is drawn, as each draws anew."""
+    if microbatches == 1 or not any(map(may_draw, whole.nodes)):
+        return simulate(one_device(whole), model, batch, (1.0,), seed=seed)
+    rounds = in_rounds(whole, microbatches)
+    decisions = Decisions(microbatches=microbatches)
+    return simulate(one_device(rounds.graph), model, batch, (1.0,), seed=seed, decisions=decisions, rounds=rounds)
+
+
 def _step_alone(
-    program: Program, model: nn.Module, batch: object, optimizer: torch.optim.Optimizer, seed: int, max_norm: float
+    whole: Graph,
+    microbatches: int,
+    model: nn.Module,
+    batch: object,
+    optimizer: torch.optim.Optimizer,
+    seed: int,
+    max_norm: float,
 ) -> float:
-    found = simulate(program, model, batch, (1.0,), seed=seed)
+    found = _alone(whole, microbatches, model, batch, seed)
     for name, parameter in model.named_parameters():
         parameter.grad = found.gradients.get(name)
     if math.isfinite(max_norm):
@@ -428,10 +460,10 @@ def _loss_of(pm: Parallel, batch: object) -> Tensor:
     return loss
 
 
-def seeded(model: nn.Module, batch: object, plan: Plan, world: World, seed: int) -> Parallel:
+def seeded(model: nn.Module, batch: object, graph: Graph, plan: Plan, world: World, seed: int) -> Parallel:
     """A parallel model whose random numbers are those that one device would draw."""
     random = SeededRandomness(seed, in_group_order(plan, world))
-    return Parallel(model, batch, plan.graph, plan, world, seed=seed, randomness=random)
+    return Parallel(model, batch, graph, plan, world, seed=seed, randomness=random)
 
 
 def in_wide(plan: Plan) -> Plan:

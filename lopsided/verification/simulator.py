@@ -19,12 +19,14 @@ from lopsided.comm.in_process import run_ranks
 from lopsided.comm.redistribute import Redistributor
 from lopsided.executor.executor import Executor
 from lopsided.executor.gradients import Gradients
+from lopsided.executor.rounds import run_rounds
 from lopsided.ir.op_call import default_dtype_of
 from lopsided.ir.placement import Placement, Shares, check_shares, join_pieces, pieces_of, take_piece
 from lopsided.ir.program import Program, check_facts
 from lopsided.ops.simulated_devices import SeededRandomness
 from lopsided.ops.trial import relative_error
 from lopsided.schedule.lower import lower
+from lopsided.schedule.rounds import Rounds
 from lopsided.schedule.schedule import Decisions, Schedule
 
 
@@ -48,8 +50,13 @@ def simulate(
     seed: int = 0,
     decisions: Decisions | None = None,
     kinds: Sequence[int] = (),
+    rounds: Rounds | None = None,
+    expected: float = 1.0,
 ) -> Simulation:
     """Run `program` on one simulated device per share: forward, backward, and join the results.
+
+    Of a batch in `rounds` it is the program of one; those before the last go backward by the gradient that is
+    `expected` of the loss.
 
     `kinds` are the numbers of the devices' kinds, where `decisions` tell some apart; otherwise each is one of its own.
     Random ops draw from `seed`: what a device draws for its piece is the piece of what one device would draw. Whether
@@ -58,18 +65,20 @@ def simulate(
     fractions = shares if isinstance(shares, Shares) else Shares(check_shares(shares))
     check_facts(program)
     with torch.inference_mode(False), torch.enable_grad():
-        sources = tensors_of(program.graph, model, batch)
+        sources = tensors_of(rounds.whole if rounds is not None else program.graph, model, batch)
         device = next((tensor.device for tensor in sources.values()), torch.device("cpu"))
         # Every call of torch takes longer where a default device is set, if only to what it is anyway.
         with nullcontext() if device == torch.get_default_device() else device:
             schedule = lower(program, decisions)
+            number_of_rounds = schedule.decisions.microbatches
+            by_round = [sources] if rounds is None else [_of_round(rounds, sources, k) for k in range(number_of_rounds)]
             numbers = kinds or range(len(fractions))
             with default_dtype_of(program.graph):
                 ranks = run_ranks(
                     len(fractions),
                     device,
                     lambda communicator: _run_rank(
-                        schedule, sources, fractions, seed, communicator, device, numbers[communicator.rank]
+                        schedule, by_round, expected, fractions, seed, communicator, device, numbers[communicator.rank]
                     ),
                 )
     return _joined(program, ranks)
@@ -84,35 +93,61 @@ class _RankRun:
     buffers: Mapping[str, Tensor]
 
 
+def _of_round(rounds: Rounds, sources: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """The leaves of a round, whole."""
+    device = next((tensor.device for tensor in sources.values()), torch.device("cpu"))
+    ahead = rounds.compute_ahead({name: sources[name] for name in rounds.needed_ahead}, device)
+    cut = {leaf: at for leaf, _, at in rounds.precomputed}
+    return {
+        leaf.value.name: rounds.of_round(ahead[leaf.value.name], cut[leaf.value.name], number)
+        if leaf.kind == "precomputed"
+        else rounds.of_round(sources[leaf.value.name], rounds.placed[leaf.value.name], number)
+        for leaf in rounds.graph.leaves
+    }
+
+
 def _run_rank(
     schedule: Schedule,
-    sources: Mapping[str, Tensor],
+    by_round: Sequence[Mapping[str, Tensor]],
+    expected: float,
     shares: Shares,
     seed: int,
     communicator: Communicator,
     device: torch.device,
     kind: int,
 ) -> _RankRun:
-    leaves, parameters, program = {}, {}, schedule.program
+    parameters, program = dict[str, nn.Parameter](), schedule.program
     placements = dict(program.leaves)
-    for leaf in program.graph.leaves:
-        name = leaf.value.name
-        # Every device gets memory of its own.
-        piece = _piece(sources[name], placements[name], shares, communicator.rank).clone()
-        leaves[name] = piece
-        if leaf.kind == "parameter":
-            leaves[name] = parameters[leaf.target] = nn.Parameter(piece, requires_grad=leaf.value.grad)
+
+    def leaves_of(number: int) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for leaf in program.graph.leaves:
+            name = leaf.value.name
+            if leaf.kind == "parameter" and leaf.target in parameters:
+                found[name] = parameters[leaf.target]
+                continue
+            # Every device gets memory of its own.
+            piece = _piece(by_round[number][name], placements[name], shares, communicator.rank).clone()
+            found[name] = piece
+            if leaf.kind == "parameter":
+                found[name] = parameters[leaf.target] = nn.Parameter(piece, requires_grad=leaf.value.grad)
+        return found
+
+    leaves_of(0)  # the parameters
     exchange = Redistributor(communicator, shares, communicator.network)
     gradients = Gradients(exchange)
     executor = Executor(schedule, exchange, gradients, SeededRandomness(seed, shares), parameters, device, kind=kind)
     with _each_cast_its_own():
-        ran = executor.run(leaves)
-    if ran.loss.requires_grad:
-        ran.loss.reshape(()).backward()
-        gradients.finish()
+        upstream = torch.tensor(expected, dtype=torch.float64, device=device)
+        ran = run_rounds(executor, gradients, parameters.values(), leaves_of, upstream)
+        last = ran.rounds[-1]
+        if last.loss.requires_grad:
+            ran.taken_over(gradients, torch.ones((), device=device))
+            last.loss.reshape(()).backward()
+            gradients.finish()
     trained = {target: parameter for target, parameter in parameters.items() if parameter.requires_grad}
     found = {target: torch.zeros_like(p) if p.grad is None else p.grad for target, p in trained.items()}
-    return _RankRun(ran.loss.detach().reshape(()), found, ran.updates)
+    return _RankRun(ran.loss.reshape(()), found, last.updates)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from lopsided.calibration.run_record import DeviceRun, Run, save_run
 from lopsided.cli import app as cli
-from lopsided.cluster.cluster_file import parse_cluster, preset_names
+from lopsided.cluster.cluster_file import load_cluster, parse_cluster, preset_names
 from lopsided.errors import PlanError
 from lopsided.ir.placement import Shares
 from lopsided.planner.plan_data import Plan
@@ -413,3 +414,26 @@ def test_differences_are_printed_narrow() -> None:
     lines = [line for table in tables for line in lines_of(table)]
     assert any(line.split() == ["up.weight", "I", "→", "S0@state"] for line in lines)
     assert max(map(len, lines)) <= WIDTH
+
+
+def test_what_a_run_that_was_out_of_memory_knows_is_planned_with(tmp_path: Path) -> None:
+    first, again, ended = (tmp_path / name for name in ("plan.json", "again.json", "out_of_memory.json"))
+    small = tmp_path / "small.toml"
+    small.write_text(load_cluster("3090+3060").text().replace('"24 GiB"', '"600 kB"').replace('"12 GiB"', '"600 kB"'))
+    command = ("plan", "mlp:width=64,batch=64", "--cluster", str(small))
+    assert lopsided(*command, "-o", str(first)).returncode == 0
+    made = load_plan(first)
+    device = made.devices[0]
+    held = made.memory_of(device)
+    seen = [DeviceRun(name, "", held if name == device else 0, ()) for name in made.devices]
+    save_run(Run("mlp", "2.13.0", made, tuple(seen), device), ended)
+    done = lopsided(*command, "--known", str(ended), "-o", str(again))
+    assert done.returncode == 0, done.stderr
+    after = load_plan(again)
+    kinds = zip(made.cluster.kinds, after.cluster.kinds, strict=True)
+    assert [one.memory_reserve < other.memory_reserve for one, other in kinds] == [True, False]
+    assert after.memory_of(device) < held
+    # There is nothing in it to compare.
+    done = lopsided("compare", str(ended))
+    assert done.returncode == 2
+    assert "it has no steps" in done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,7 @@ from lopsided.planner.search import search
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Scale
 from lopsided.schedule.loss_heads import loss_heads
+from lopsided.schedule.rounds import in_rounds
 from lopsided.schedule.schedule import (
     LEVELS,
     Bucket,
@@ -110,6 +112,8 @@ def run_named(spec: str, name: str) -> Run:
         heads = {name for head in loss_heads(graph) for name in head.nodes}
         spans = [(graph.nodes[start].name, graph.nodes[stop - 1].name) for start, stop in blocks_of(graph, heads)]
         return replace(run, reruns=tuple(Rerun(*span, level) for span, level in zip(spans, levels, strict=False)))
+    if name.endswith(" in rounds"):
+        return in_three_rounds(spec, name.removesuffix(" in rounds"))
     model, batch = built(spec)
     book = derive_rules(capture(model, batch))
     prices = prices_of(book.graph, SHARES)
@@ -128,6 +132,20 @@ def run_named(spec: str, name: str) -> Run:
     if name in ("zero", "zero-again"):
         return run_of(spec, stored_cut(program), SHARES, regather=name == "zero-again")
     return run_of(spec, program, SHARES)
+
+
+def in_three_rounds(spec: str, name: str) -> Run:
+    model, batch = built(spec)
+    graph = in_rounds(capture(model, batch), 3).graph
+    program = data_parallel(derive_rules(graph), prices_of(graph, SHARES))
+    if name == "random":
+        program = random_program(derive_rules(graph), random.Random(3))
+    run = run_of(spec, program if name in ("dp", "random") else stored_cut(program), SHARES)
+    reruns = tuple(
+        Rerun(graph.nodes[start].name, graph.nodes[stop - 1].name)
+        for start, stop in (blocks_of(graph) if name == "blocks" else ())
+    )
+    return replace(run, regather=name == "zero-again", reruns=reruns, microbatches=3)
 
 
 def recut(program: Program) -> Program:
@@ -161,7 +179,7 @@ def issued(run: Run) -> tuple[list[Issued], list[Issued]]:
     """In a worker: what one step sends, forward and backward."""
     plan = replace(parsed(run), bucket_bytes=BUCKET)
     model, batch = built(run.spec)
-    pm = Parallel(model, batch, plan.graph, plan, meet(plan))
+    pm = Parallel(model, batch, capture(model, batch) if run.microbatches > 1 else plan.graph, plan, meet(plan))
     pm.train()
     log: list[tuple[str, object]] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -233,7 +251,9 @@ def expected(plan: Plan, schedule: Schedule) -> tuple[list[Issued], list[Issued]
                 size = one.bytes_among(plan.on.devices)
                 yield from sent(item.id, one.collective, size, size * scale.largest(one.cuts), False)
 
-    return list(told(schedule.forward)), list(told(schedule.backward))
+    # The rounds before the last run forward and backward before the last runs forward.
+    *before, (forward, backward) = schedule.rounds()
+    return list(told([*(item for both in before for items in both for item in items), *forward])), list(told(backward))
 
 
 def plain(found: Sequence[Issued]) -> list[Issued]:
@@ -293,6 +313,14 @@ def test_planned_regions_issue_what_the_schedule_says(name: str, crews: Callable
 @pytest.mark.parametrize("model", ["gpt2", "llama", "t5", "resnet50"])
 def test_stretches_issue_what_the_schedule_says(model: str, name: str, crews: Callable[[int], WorkerPool]) -> None:
     assert differences(zoo.SMALL[model], f"{name} in stretches", crews(3)) == []
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", ["dp", "zero", "zero-again", "blocks", "random"])
+@pytest.mark.parametrize("model", ["gpt2", "t5", "vit"])
+def test_rounds_issue_what_the_schedule_says(model: str, name: str, crews: Callable[[int], WorkerPool]) -> None:
+    spec = re.sub(r"batch=\d+", "batch=6", zoo.SMALL[model])
+    assert differences(spec, f"{name} in rounds", crews(3)) == []
 
 
 @pytest.mark.sampled(8)

@@ -14,10 +14,11 @@ from lopsided.ir.program import Program, RuleBook, check_program, one_device
 from lopsided.models import zoo
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
-from lopsided.planner.baselines import batch_dims, batch_size, data_parallel, leaves_batch_whole, stored_cut
+from lopsided.planner.baselines import batch_dims, data_parallel, leaves_batch_whole, stored_cut
 from lopsided.planner.search import search
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.rounds import batch_size
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare
 from tests.support.schedules import lay_out

@@ -9,6 +9,7 @@ import pytest
 import lopsided
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster, Link
+from lopsided.cluster.cluster_file import parse_cluster
 from lopsided.errors import ClusterError, DoesNotFitError, PlanError, ProgramError
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Shares
@@ -88,6 +89,16 @@ def test_nonsense_is_refused(graph: Graph) -> None:
         pair(1, 1, link=-1.0)
     with pytest.raises(ClusterError, match="host_memory"):
         pair(1, 1, host_mib=-1.0)
+    text = pair(1, 1, link=1e9, host_mib=2048).text()
+    assert parse_cluster(text) == pair(1, 1, link=1e9, host_mib=2048)
+    for right, wrong, what in (
+        ('host_memory = "2 GiB"', 'host_memory = "much"', "memory is 'much'"),
+        ("host_bytes_per_s = 1000000000.0", "host_bytes_per_s = nan", "host_bytes_per_s"),
+        ("launch_s = 1e-06", "launch_s = 1e-06\nmemory_reserve = 1.0", "memory_reserve is 1.0"),
+    ):
+        assert right in text
+        with pytest.raises(ClusterError, match=what):
+            parse_cluster(text.replace(right, wrong))
 
 
 def test_device_bytes_fall_by_what_host_bytes_hold(graph: Graph) -> None:
@@ -152,7 +163,7 @@ def test_kinds_of_a_node_share_its_memory() -> None:
 
 def small_of(graph: Graph, plenty: Plan, part: float, **more: float) -> Plan:
     large, small = (plenty.memory_bytes[place] / 2**20 / 0.92 for place in (0, -1))
-    return plan_graph(graph, pair(part * large, part * small, **more), pins=("*=I",))
+    return plan_graph(graph, pair(part * large, part * small, **more), pins=("*=I",), microbatches=1)
 
 
 @pytest.fixture(scope="module")

@@ -187,7 +187,7 @@ def plenty(graph: Graph) -> Plan:
 def short(graph: Graph, plenty: Plan) -> Plan:
     """Where the large device is full and the small one has less than it needs."""
     large, small = (held / 2**20 / 0.92 for held in plenty.memory_bytes)
-    return plan_graph(graph, pair(1.01 * large, 0.6 * small))
+    return plan_graph(graph, pair(1.01 * large, 0.6 * small), microbatches=1)
 
 
 def test_nothing_runs_again_where_all_fits(plenty: Plan) -> None:
@@ -241,7 +241,7 @@ def test_the_small_device_recomputes_and_the_large_one_keeps(graph: Graph) -> No
     """With whole parameters nothing is sent forward, and each kind of device decides for itself."""
     plenty = plan_graph(graph, pair(640, 640), pins=("*=I",))
     large, small = (held / 2**20 / 0.92 for held in plenty.memory_bytes)
-    plan = plan_graph(graph, pair(1.01 * large, 0.85 * small), pins=("*=I",))
+    plan = plan_graph(graph, pair(1.01 * large, 0.85 * small), pins=("*=I",), microbatches=1)
     assert {rerun.kinds for rerun in plan.reruns if rerun.level != "chunked"} == {(1,)}
     assert {region.kinds for region in plan.schedule.regions.values()} == {(1,)}
     agrees(plan, SPEC)
@@ -249,7 +249,7 @@ def test_the_small_device_recomputes_and_the_large_one_keeps(graph: Graph) -> No
 
 def test_what_fits_nowhere_is_refused(graph: Graph) -> None:
     with pytest.raises(DoesNotFitError, match="no program was found that fits"):
-        plan_graph(graph, pair(0.3, 0.3))
+        plan_graph(graph, pair(0.3, 0.3), microbatches=1)
 
 
 def test_numbers_are_no_numbers_where_nobody_needs_them(graph: Graph) -> None:

@@ -294,7 +294,7 @@ def test_parameters_stored_cut_and_gathered_where_memory_is_short() -> None:
     assert I in stored(roomy.program).values()
     limit = 178_000
     assert max(roomy.memory_bytes) > (1 - RESERVE) * limit
-    short = plan_graph(book.graph, with_memory(cluster, limit), book=book)
+    short = plan_graph(book.graph, with_memory(cluster, limit), book=book, microbatches=1)
     printed("stored_cut", str(short.program))
     assert max(short.memory_bytes) <= (1 - RESERVE) * limit
     # As many as it takes, no more; and what the backward pass does not look at, the biases, is gathered once.

@@ -21,7 +21,8 @@ from lopsided.ir.program import Program, RuleBook, parse_program
 from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.planner.baselines import stored_cut
-from lopsided.schedule.cost import Scale, optimizer_named
+from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import (
     USES,
     Holding,
@@ -31,6 +32,8 @@ from lopsided.schedule.memory import (
     saved_by,
     stored,
 )
+from lopsided.schedule.pricing import price
+from lopsided.schedule.schedule import Decisions, OnHost
 from lopsided.verification.verifier import random_program, random_shares
 from tests.support import ROOT, clusters
 from tests.support.jobs import book_of
@@ -322,3 +325,7 @@ def test_a_parameter_that_nobody_uses_has_no_gradient_and_no_state() -> None:
     uses = {what: {one.use for one in held if one.what == what} for what in ("used_weight", "idle_weight")}
     assert uses == {"used_weight": {"parameter", "gradient", "optimizer"}, "idle_weight": {"parameter"}}
     assert {one.use for one in held if one.what == "frozen_weight"} == {"parameter"}
+    schedule = lower(lopsided.one_device(graph), Decisions(on_host=(OnHost(0),)))
+    priced = price(schedule, Costs(graph, cluster(1), ADAMW))
+    assert {one.node for one in priced.updates} == {"used_weight", "used_bias"}
+    assert {one.parameter for one in schedule.update if one.on_host} == {"used_weight", "used_bias"}

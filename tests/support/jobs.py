@@ -43,6 +43,7 @@ class Run:
     regather: bool = False
     reruns: tuple[Rerun, ...] = ()
     stretch: int = 0
+    microbatches: int = 1  # the graph is that of one
 
 
 def cluster_of(devices: int, speeds: Sequence[float] = ()) -> Cluster:
@@ -110,7 +111,7 @@ def parsed(run: Run) -> Plan:
     if any(rerun.kinds for rerun in run.reruns):
         where = cluster_of(0, [1e10] * len(run.shares))
         plan = replace(plan, cluster=where, on=where)
-    return replace(plan, reruns=run.reruns, stretch=run.stretch)
+    return replace(plan, reruns=run.reruns, stretch=run.stretch, microbatches=run.microbatches)
 
 
 # Jobs
