@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lopsided.comm.world import lasting_group, patience_s, waiting
 from lopsided.errors import CheckpointError, LopsidedError
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.pieces import Piece
 
 T = TypeVar("T")
 

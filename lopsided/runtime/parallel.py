@@ -58,8 +58,6 @@ from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
-from lopsided.runtime import outputs, replicas
-from lopsided.runtime.adoption import Adopted, adopt, check_bare, check_not_inside, wrapped
 from lopsided.runtime.agreement import (
     agreed_lengths,
     agreed_plans,
@@ -71,28 +69,31 @@ from lopsided.runtime.agreement import (
     strange_speeds,
 )
 from lopsided.runtime.autotune import quickest
-from lopsided.runtime.buffers import Buffers
-from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
-from lopsided.runtime.first_values import take_first_values
-from lopsided.runtime.handover import hand_over
-from lopsided.runtime.host_state import end_failed_steps, keep_on_host
-from lopsided.runtime.initial import initialise
-from lopsided.runtime.inputs import Inputs
-from lopsided.runtime.last_loss import LastLoss
-from lopsided.runtime.moving import take_shares
-from lopsided.runtime.optimizers import watch_optimizers
+from lopsided.runtime.calls import outputs
+from lopsided.runtime.calls.call_form import CallForm, Given, HandedOut, Signature
+from lopsided.runtime.calls.inputs import Inputs
+from lopsided.runtime.calls.last_loss import LastLoss
+from lopsided.runtime.calls.output_rounds import outputs_of_rounds
+from lopsided.runtime.calls.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
+from lopsided.runtime.calls.programs import CallProgram, Programs
+from lopsided.runtime.calls.shapes import at_length
+from lopsided.runtime.live.moving import take_shares
+from lopsided.runtime.live.paced import Paced, check_replan
 from lopsided.runtime.out_of_memory import explain
-from lopsided.runtime.output_rounds import outputs_of_rounds
-from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
-from lopsided.runtime.paced import Paced, check_replan
-from lopsided.runtime.parameter_hooks import ParameterHooks
-from lopsided.runtime.piece_tensors import plain, step_ends
-from lopsided.runtime.pieces import Piece, piece_of
-from lopsided.runtime.programs import CallProgram, Programs
+from lopsided.runtime.parameters import replicas
+from lopsided.runtime.parameters.adoption import Adopted, adopt, check_bare, check_not_inside, wrapped
+from lopsided.runtime.parameters.buffers import Buffers
+from lopsided.runtime.parameters.first_values import take_first_values
+from lopsided.runtime.parameters.handover import hand_over
+from lopsided.runtime.parameters.host_state import end_failed_steps, keep_on_host
+from lopsided.runtime.parameters.initial import initialise
+from lopsided.runtime.parameters.optimizers import watch_optimizers
+from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
+from lopsided.runtime.parameters.piece_tensors import plain, step_ends
+from lopsided.runtime.parameters.pieces import Piece, piece_of
+from lopsided.runtime.parameters.whole_model import save_whole
 from lopsided.runtime.progress import Announcer, about_plan, shown
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
-from lopsided.runtime.shapes import at_length
-from lopsided.runtime.whole_model import save_whole
 from lopsided.schedule.lower import lower
 from lopsided.schedule.regions import reruns_in
 from lopsided.schedule.stretches import most_nodes

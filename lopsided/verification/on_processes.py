@@ -48,10 +48,10 @@ from lopsided.planner.plan_data import Breakdown, Plan, SearchReport
 from lopsided.planner.plan_file import load_plan
 from lopsided.planner.search_cost import SharePrices
 from lopsided.runtime.agreement import in_group_order
-from lopsided.runtime.differences import differences
-from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.piece_tensors import plain, plain_gradient
+from lopsided.runtime.parameters.differences import differences
+from lopsided.runtime.parameters.norms import clip_grad_norm_
+from lopsided.runtime.parameters.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.rounds import Rounds, in_rounds, may_draw
 from lopsided.schedule.schedule import Decisions, OnHost, Rerun

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import lopsided
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World
-from lopsided.runtime import first_values
-from lopsided.runtime.first_values import take_first_values
-from lopsided.runtime.last_loss import LastLoss, NotFiniteWarning
+from lopsided.runtime.calls.last_loss import LastLoss, NotFiniteWarning
 from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parameters import first_values
+from lopsided.runtime.parameters.first_values import take_first_values
 from tests.support.small_net import HERE, Net, Products, batch_of, both, gap, net
 from tests.support.small_net import planned as planned_net
 from tests.support.two_matrices import numbers, planned, products, small, told

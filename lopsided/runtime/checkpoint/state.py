@@ -22,7 +22,7 @@ from lopsided.runtime.checkpoint.folder import Record, Table, few
 from lopsided.runtime.checkpoint.storage import Held
 from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile
 from lopsided.runtime.control_plane import Holder, accord_of
-from lopsided.runtime.pieces import Chunk, Piece
+from lopsided.runtime.parameters.pieces import Chunk, Piece
 
 Source = Mapping[str, Tensor] | str | Path | None
 

@@ -28,7 +28,7 @@ from lopsided.runtime.checkpoint.checkpoint import convert, load, save
 from lopsided.runtime.checkpoint.folder import as_plain, from_plain
 from lopsided.runtime.checkpoint.state import Kept, full_state_dict, spread
 from lopsided.runtime.control_plane import accord_of
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.pieces import Piece
 from tests.support.held_pieces import (
     FOUR,
     THREE,

@@ -22,7 +22,7 @@ from lopsided.errors import CheckpointError
 from lopsided.runtime.checkpoint.folder import read_table
 from lopsided.runtime.checkpoint.storage import Held, LoadPlanner, SafeReader, SafeWriter, SavePlanner, check_files
 from lopsided.runtime.checkpoint.tensor_file import NAMES, TensorEntry, TensorFile, write_tensors
-from lopsided.runtime.pieces import Chunk
+from lopsided.runtime.parameters.pieces import Chunk
 
 Crews = Callable[[int], WorkerPool]
 ROWS = torch.arange(24.0).reshape(6, 4)

@@ -17,7 +17,7 @@ from lopsided.errors import BatchError, PlanError
 from lopsided.models.by_name import load
 from lopsided.planner.planner import plan_graph
 from lopsided.planner.same_storage import plan_for_shapes, step_on
-from lopsided.runtime.shapes import _fewest_filled, at_length, lengths_of
+from lopsided.runtime.calls.shapes import _fewest_filled, at_length, lengths_of
 from tests.support.jobs import cluster_of
 
 SPEC = "gpt2:layers=1,width=16,heads=2,vocab=31,dropout=0,batch=6,seq={}"

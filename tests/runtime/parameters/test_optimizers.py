@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.placement import I, S
-from lopsided.runtime import optimizers
-from lopsided.runtime.optimizers import NotElementwiseWarning, is_elementwise, watch_optimizers
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters import optimizers
+from lopsided.runtime.parameters.optimizers import NotElementwiseWarning, is_elementwise, watch_optimizers
+from lopsided.runtime.parameters.pieces import Piece
 from tests.support.small_net import batch_of, both, gap
 
 

@@ -30,9 +30,9 @@ from lopsided.runtime.agreement import cuts_of, in_group_order
 from lopsided.runtime.checkpoint.optimizer_state import State, number_of, optimizer_kept
 from lopsided.runtime.checkpoint.tensor_file import DTYPES
 from lopsided.runtime.control_plane import accord_of
-from lopsided.runtime.host_state import is_on_host, on_host
-from lopsided.runtime.piece_tensors import PieceParameter, plain, plain_gradient
-from lopsided.runtime.pieces import Piece, piece_of
+from lopsided.runtime.parameters.host_state import is_on_host, on_host
+from lopsided.runtime.parameters.piece_tensors import PieceParameter, plain, plain_gradient
+from lopsided.runtime.parameters.pieces import Piece, piece_of
 
 if TYPE_CHECKING:
     from lopsided.runtime.parallel import Parallel

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lopsided.comm.worker_pool import WorkerPool
-from lopsided.runtime.piece_tensors import Of, _parameter
+from lopsided.runtime.parameters.piece_tensors import Of, _parameter
 from tests.support.small_net import batch_of, both, gap
 from tests.support.two_matrices import numbers, small, told
 

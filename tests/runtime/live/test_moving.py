@@ -17,7 +17,7 @@ from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
-from lopsided.runtime.moving import with_shares
+from lopsided.runtime.live.moving import with_shares
 from tests.support.jobs import plan_of, prices_of
 
 Crews = Callable[[int], WorkerPool]

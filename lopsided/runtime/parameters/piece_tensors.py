@@ -28,7 +28,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils as foreach_module
 
 from lopsided.errors import TrainingError
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.pieces import Piece
 
 Arguments = Sequence[Any]
 Keywords = Mapping[str, Any]

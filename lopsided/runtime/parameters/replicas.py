@@ -26,7 +26,7 @@ from torch import Tensor
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import World, odd_ones, these
 from lopsided.errors import WorldError
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.pieces import Piece
 
 _CHUNK_BYTES = 8 * 2**18
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio's bits

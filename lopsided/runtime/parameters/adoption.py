@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from lopsided.errors import TrainingError
-from lopsided.runtime.piece_tensors import CanReduce, piece_parameter
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.piece_tensors import CanReduce, piece_parameter
+from lopsided.runtime.parameters.pieces import Piece
 
 
 def adopt(

@@ -19,9 +19,9 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World
 from lopsided.errors import WorldError
 from lopsided.ir.placement import I, S
-from lopsided.runtime import replicas
-from lopsided.runtime.pieces import Piece
-from lopsided.runtime.replicas import DriftWarning, check, compare_replicas, digest, repair
+from lopsided.runtime.parameters import replicas
+from lopsided.runtime.parameters.pieces import Piece
+from lopsided.runtime.parameters.replicas import DriftWarning, check, compare_replicas, digest, repair
 from tests.support import clusters
 
 DTYPES = (

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError, TrainingError
 from lopsided.ir.placement import I, Placement, S
-from lopsided.runtime.norms import clip_grad_norm_, grad_norm
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.norms import clip_grad_norm_, grad_norm
+from lopsided.runtime.parameters.pieces import Piece
 
 PLACED: dict[str, tuple[tuple[int, ...], Placement, tuple[int, ...]]] = {
     "whole": ((5, 3), I, ()),

@@ -19,7 +19,7 @@ from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import waiting
 from lopsided.errors import InputError, TrainingError
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.piece_tensors import plain_gradient
+from lopsided.runtime.parameters.piece_tensors import plain_gradient
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import lopsided
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.placement import Shares
-from lopsided.runtime import host_state
 from lopsided.runtime.checkpoint.checkpoint import load, save
-from lopsided.runtime.host_state import is_on_host, is_under_way, keep_on_host, watch_steps
-from lopsided.runtime.optimizers import is_sliceable
 from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parameters import host_state
+from lopsided.runtime.parameters.host_state import is_on_host, is_under_way, keep_on_host, watch_steps
+from lopsided.runtime.parameters.optimizers import is_sliceable
 from lopsided.schedule.schedule import OnHost
 from tests.support.small_net import THREE, batch_of, net, planned
 
@@ -310,7 +310,7 @@ def test_a_checkpoint_goes_on_wherever_state_lies(crews: Crews, tmp_path: Path, 
 
 
 def moved() -> tuple[list[float], list[float]]:
-    from lopsided.runtime.moving import with_shares
+    from lopsided.runtime.live.moving import with_shares
 
     told = []
     for move in (False, True):

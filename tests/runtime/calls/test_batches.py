@@ -29,7 +29,7 @@ from lopsided.errors import BatchError
 from lopsided.ir.graph import Leaf, Value
 from lopsided.ir.placement import I, Placement, S, Shares
 from lopsided.models.zoo import SMALL
-from lopsided.runtime.batches import shard
+from lopsided.runtime.calls.batches import shard
 from tests.support.jobs import Run, classic, model_of, parallel_of
 
 SHARES = Shares((0.5, 0.3, 0.2, 0.0))
