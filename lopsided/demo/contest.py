@@ -163,7 +163,7 @@ class _Lopsided:
 
     @property
     def _waited_s(self) -> float:
-        return self.model.wire.waited_s if self.model.wire else 0.0
+        return self.model.communicator.waited_s if self.model.communicator else 0.0
 
 
 def _batches(loader: object) -> Iterator[dict[str, Tensor]]:

@@ -256,7 +256,9 @@ class Parallel(nn.Module):
         self.watch = Watchdog(world, default_store(), timeout_s, side=self._side)
         weakref.finalize(self, self.watch.stop)
         self.watch.explains = partial(explain, weakref.ref(self))
-        self.wire = Communicator(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
+        self.communicator = (
+            Communicator(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
+        )
         self.pieces = self._take_pieces(model, init, seed)
         self._form, self._programs = self._no_programs()
         self._constant_tensors: dict[int, Tensor] = {}
@@ -266,8 +268,8 @@ class Parallel(nn.Module):
         # The gradient that losses get: that of the last, which is mostly that of the next.
         self._upstream = torch.ones((), dtype=torch.float64, device=world.device)
         self._knows_upstream = False
-        if self.wire is not None:
-            self._exchange = Redistributor(self.wire, self.shares, network)
+        if self.communicator is not None:
+            self._exchange = Redistributor(self.communicator, self.shares, network)
             self._gradients = self._collector()
         self._all_on_host = self.largest(int(world.device.type != "cpu")) == 0
         self.recording: Recording | None = None
@@ -351,7 +353,7 @@ class Parallel(nn.Module):
         needed = {leaf.target for leaf in self._graph.leaves if leaf.kind == "buffer"}
         local = initialise(model, pieces, self.world.device, init=init, seed=seed, needed=needed)
         before = dict(model.named_parameters(remove_duplicate=False))
-        adopt(model, pieces, local, self.wire, partial(self.watch.call, bystanders=False))
+        adopt(model, pieces, local, self.communicator, partial(self.watch.call, bystanders=False))
         hand_over(before, dict(model.named_parameters(remove_duplicate=False)))
         self._hold(model, pieces)
         return pieces
@@ -393,7 +395,7 @@ class Parallel(nn.Module):
         made._hold(copy.deepcopy(self._model[0], memo), self.pieces)
         made._optimizers, made.recording = [], None
         made._last_loss = copy.copy(self._last_loss)
-        if self.wire is not None:
+        if self.communicator is not None:
             made._gradients = made._collector()
         made._every_module = list(made.modules())
         made._buffers_by_name = Buffers(made)
@@ -404,7 +406,7 @@ class Parallel(nn.Module):
         return made
 
     def _new_inputs(self) -> Inputs:
-        exchange = self._exchange if self.wire is not None else None
+        exchange = self._exchange if self.communicator is not None else None
         made = Inputs(self._graph, self.plan.program, self.world, exchange, self.plan.microbatches)
         made.table = self._table
         return made
@@ -440,7 +442,7 @@ class Parallel(nn.Module):
     def largest(self, number: int) -> int:
         """The largest of the numbers that the ranks which take part give; all of them call this."""
         told = torch.tensor([number])
-        if self.wire is not None and self.wire.size > 1:
+        if self.communicator is not None and self.communicator.size > 1:
             with waiting("the largest number of any rank"):
                 dist.all_reduce(told, dist.ReduceOp.MAX, group=self._side)
         return int(told)
@@ -476,16 +478,16 @@ class Parallel(nn.Module):
         is_forward_alone = self._form.is_forward_alone(given)
         if self.training and torch.is_grad_enabled() and is_forward_alone:
             return awaited_outputs(given, self._captured.returned, self.world.device)
-        if self.wire is None:
+        if self.communicator is None:
             return self._follow(has_loss=self._captured.has_loss and not is_forward_alone)
-        found, ran, cut = self._step(given, self.wire)
+        found, ran, cut = self._step(given, self.communicator)
         loss, *parts = self._handed_on(found, ran, cut)
         made = found.returned.rebuilt(loss, parts, has_loss=found.has_loss)
         return made if found.returned.loss is None else with_loss(made)
 
-    def _step(self, given: Given, wire: Communicator) -> tuple[CallProgram, RoundsRan, RowCut | None]:
+    def _step(self, given: Given, communicator: Communicator) -> tuple[CallProgram, RoundsRan, RowCut | None]:
         self._begin_step()
-        wire.recorder = self.recording.noting if self.recording is not None and self.training else None
+        communicator.recorder = self.recording.noting if self.recording is not None and self.training else None
         handed_out = self._handed_out.of(given.tensors.values())
         cut = self._inputs.cut_of(handed_out, given.tensors)
         signature = self._signature(given, cut)
@@ -519,7 +521,7 @@ class Parallel(nn.Module):
             ran = run_for_values(found.executor, self._gradients, trained, of_round)
         else:
             ran = run_rounds(found.executor, self._gradients, trained, of_round, self._upstream)
-        with wire.recorder.handshaking() if wire.recorder is not None else nullcontext():
+        with communicator.recorder.handshaking() if communicator.recorder is not None else nullcontext():
             self.watch.finish_handshake()
         # Every round has started from the same, and ends with the same.
         self._buffers_by_name.update(ran.rounds[-1].updates)
@@ -625,10 +627,10 @@ class Parallel(nn.Module):
             whole = pytree.tree_map_only(Tensor, lambda part: gather(part, self), (output, args, kwargs))
             loss: Tensor = self._loss_fn(whole[0], *whole[1], **whole[2])
             return loss
-        if self.wire is None:
+        if self.communicator is None:
             loss, awaited.parts = self._followed_loss(), self._no_rows()
         else:
-            found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs), self.wire)
+            found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs), self.communicator)
             loss, *awaited.parts = self._handed_on(found, ran, cut)
         return loss
 
@@ -642,7 +644,7 @@ class Parallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        if self.wire is not None:
+        if self.communicator is not None:
             self._gradients.forget()
 
     @contextmanager
@@ -681,7 +683,7 @@ class Parallel(nn.Module):
         """Called when an optimizer with parameters of this model is about to take a step."""
         if all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
-        if self.wire is not None and self._gradients.has_kept:
+        if self.communicator is not None and self._gradients.has_kept:
             raise TrainingError(
                 "the gradients were not synchronised: the last backward pass was under no_sync()",
                 where=self._here(),
@@ -693,9 +695,9 @@ class Parallel(nn.Module):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when it has taken it. Of several optimizers, the last to step for the first time ends a step."""
-        if self.recording is not None and self.wire is not None and optimizer is self._optimizers[-1]():
+        if self.recording is not None and self.communicator is not None and optimizer is self._optimizers[-1]():
             # What is sent between steps (a checkpoint, a comparison of replicas) belongs to none.
-            self.wire.recorder = None
+            self.communicator.recorder = None
             self.recording.after_update()
         if self._paced is not None and optimizer is self._optimizers[-1]():
             self._paced.step_done()
@@ -735,8 +737,8 @@ class Parallel(nn.Module):
         self.pieces.update(changed)
         self.__dict__["plan"] = plan
         self.shares = shares
-        if self.wire is not None:
-            self._exchange = Redistributor(self.wire, self.shares, Network(plan.on))
+        if self.communicator is not None:
+            self._exchange = Redistributor(self.communicator, self.shares, Network(plan.on))
             self._gradients = self._collector()
         self._form, self._programs = self._no_programs()
         self._inputs = self._new_inputs()
@@ -775,7 +777,7 @@ class Parallel(nn.Module):
     def before_saving(self) -> None:
         """What must hold before anything is saved: a finite loss, and replicas that are equal."""
         self._last_loss.check()
-        if self.wire is not None:
+        if self.communicator is not None:
             self._compare_replicas()
 
     def _compare_replicas(self) -> None:

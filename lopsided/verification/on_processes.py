@@ -241,11 +241,11 @@ def on_simulated_devices(subject: Subject, plan: Plan) -> Claim:
     return Claim("the plan: a step in float64", error, where, TOLERANCE)
 
 
-def prove(crew: WorkerPool, jobs: Sequence[ProcessesJob], progress: Callable[[], None] = lambda: None) -> list[Claim]:
+def prove(pool: WorkerPool, jobs: Sequence[ProcessesJob], progress: Callable[[], None] = lambda: None) -> list[Claim]:
     """A claim for each job, those of one name together in one: the worst."""
     found: dict[str, Claim] = {}
     for job in jobs:
-        for rank, (error, where) in enumerate(crew.run(compared, job)):
+        for rank, (error, where) in enumerate(pool.run(compared, job)):
             claim = Claim(job.what, error, f"{where}, rank {rank}", job.tolerance)
             if job.what not in found or not claim.error <= found[job.what].error:
                 found[job.what] = claim

@@ -67,7 +67,7 @@ class ByHand(nn.Module):
             shares=self.shares, program="by hand", graph=SimpleNamespace(fingerprint="0123456789abcdef")
         )
         group = dist.new_group(list(ranks))
-        self.wire = _Gathered(group) if self.world.takes_part else None
+        self.communicator = _Gathered(group) if self.world.takes_part else None
         self.randomness = RankRandomness(7, max(self.world.place, 0), self.world.device)
         self.steps_done = 0
         self.looked = 0

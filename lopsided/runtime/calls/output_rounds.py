@@ -1,8 +1,8 @@
 """Outputs of a batch that was computed in rounds: as the call gave its batch, whole or this rank's rows.
 
-In: this rank's part of every output in every round. Out: tensors as `lopsided.runtime.calls.outputs` hands them on. They have
-values and no gradients: the rounds' backward passes have been, and what they need is gone. A backward pass that comes
-to one is refused.
+In: this rank's part of every output in every round. Out: tensors as `calls.outputs` hands them on. They have values and
+no gradients: the rounds' backward passes have been, and what they need is gone. A backward pass that comes to one is
+refused.
 """
 
 from __future__ import annotations

@@ -151,13 +151,13 @@ def _changed(pm: Parallel, shares: Shares) -> dict[str, Piece]:
 
 def _move(pm: Parallel, old: Piece, new: Piece, local: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """This rank's new piece of a tensor of which every rank has its old one."""
-    if pm.wire is None:  # a rank without a device, of which `check_movable` knows
+    if pm.communicator is None:  # a rank without a device, of which `check_movable` knows
         return new.take(torch.empty(0))
     shapes = [old.placement.local_shape(old.shape, old.counts, rank) for rank in range(len(old.counts))]
     counts = [math.prod(shape) for shape in shapes]
     device = pm.world.device
     mine = torch.empty(0, dtype=dtype, device=device) if local is None else local.to(device).reshape(-1).contiguous()
-    flat = pm.wire.all_gather(mine, counts, what=f"{old.name}, moved").wait()
+    flat = pm.communicator.all_gather(mine, counts, what=f"{old.name}, moved").wait()
     whole = old.join([part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)])
     return new.take(whole).clone(memory_format=torch.contiguous_format)
 

@@ -91,7 +91,7 @@ def trained() -> tuple[list[float], list[float], int]:
     return losses, [float(alone(**batch)) for batch in batches], len(pm._programs._calls)
 
 
-def test_every_length_has_one_devices_loss_and_programs_are_few(crews: Callable[[int], WorkerPool]) -> None:
-    for losses, expected, programs in crews(3).run(trained):
+def test_every_length_has_one_devices_loss_and_programs_are_few(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for losses, expected, programs in worker_pools(3).run(trained):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert programs == 5

@@ -246,5 +246,5 @@ def steps_with_closures() -> float:
     return gap(pm, alone, gradients=False)
 
 
-def test_a_closure_clips_by_the_norm_of_the_whole(crews: Callable[[int], WorkerPool]) -> None:
-    assert max(crews(3).run(steps_with_closures)) < 1e-9
+def test_a_closure_clips_by_the_norm_of_the_whole(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert max(worker_pools(3).run(steps_with_closures)) < 1e-9
