@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -59,7 +60,25 @@ def named_leaves(batch: object) -> tuple[dict[str, Any], pytree.TreeSpec]:
 def flatten_batch(batch: object) -> tuple[dict[str, Tensor], Rebuild]:
     """The tensors of a batch by name, and the way back from tensors to the model's arguments."""
     leaves, spec = named_leaves(batch)
+    for name, value in leaves.items():
+        _refuse_hidden(name, value)
     return {name: value for name, value in leaves.items() if isinstance(value, Tensor)}, rebuilder(leaves, spec)
+
+
+def _refuse_hidden(name: str, value: object) -> None:
+    """What is in a tensor that nobody finds would be that of the first batch for ever."""
+    if isinstance(value, np.ndarray):
+        raise CaptureError(
+            f"{name} in the batch is an array of numpy's, which would be that of the first batch in every step",
+            do=f"give torch.from_numpy({name})",
+        )
+    if not isinstance(value, Tensor) and _holds(value, (Tensor, np.ndarray)):
+        kind = type(value).__name__
+        register = "torch.export.register_dataclass" if dataclasses.is_dataclass(value) else "torch.utils._pytree"
+        raise CaptureError(
+            f"{name} in the batch is a {kind} with tensors in it, which would be those of the first batch for ever",
+            do=f"give its tensors in tuples, dicts or named tuples, or register the class ({register})",
+        )
 
 
 def rebuilder(leaves: Mapping[str, Any], spec: pytree.TreeSpec) -> Rebuild:
@@ -243,7 +262,7 @@ def _take_leaf(leaf: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]
         return [torch.scalar_tensor(number, dtype=dtype)], lambda given: given[0].item()
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return _take_fields(leaf)
-    kept = NotReturned(type(leaf).__name__) if _holds_tensors(leaf) else leaf
+    kept = NotReturned(type(leaf).__name__) if _holds(leaf, (FakeTensor,)) else leaf
     return [], lambda _: kept
 
 
@@ -263,14 +282,14 @@ def _take_fields(leaf: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any
     return tensors, rebuilt
 
 
-def _holds_tensors(thing: object, depth: int = 0) -> bool:
-    """Whether an object keeps tensors of the trace among its attributes."""
-    if isinstance(thing, FakeTensor):
+def _holds(thing: object, kinds: tuple[type, ...], depth: int = 0) -> bool:
+    """Whether an object keeps tensors of these kinds among its attributes."""
+    if isinstance(thing, kinds):
         return True
     if depth > 3 or isinstance(thing, bool | int | float | complex | str | bytes | type | torch.dtype | None):
         return False
     if isinstance(thing, Mapping):
-        return any(_holds_tensors(part, depth + 1) for part in thing.values())
+        return any(_holds(part, kinds, depth + 1) for part in thing.values())
     if isinstance(thing, tuple | list):
-        return any(_holds_tensors(part, depth + 1) for part in thing)
-    return any(_holds_tensors(part, depth + 1) for part in getattr(thing, "__dict__", {}).values())
+        return any(_holds(part, kinds, depth + 1) for part in thing)
+    return any(_holds(part, kinds, depth + 1) for part in getattr(thing, "__dict__", {}).values())

@@ -44,10 +44,11 @@ from lopsided.capturing.call import (
 from lopsided.capturing.diagnosis import explain, refuse_calls, refuse_modules
 from lopsided.capturing.eager_check import check_against_eager, fewer_rows
 from lopsided.capturing.export import assignments, export_flat
-from lopsided.capturing.reads import Reading, Reads
+from lopsided.capturing.reads import LeftTensor, Reading, Reads
 from lopsided.capturing.saved_tensors import record_saved
 from lopsided.capturing.selections import fix_sizes, sizes_agree
 from lopsided.capturing.tracer import Tracer, numbered
+from lopsided.capturing.variables import Variables
 from lopsided.errors import CaptureError
 from lopsided.ir.graph import Graph, Node
 
@@ -66,12 +67,14 @@ def capture(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -
 class Returned:
     """What a call returns: values of the graph by name, in the structure the model gave them.
 
-    `loss` is the position of the loss among them; None where a loss function made it.
+    `loss` is the position of the loss among them; None where a loss function made it. `dropped` are the names of values
+    that have a gradient in the model and none in the graph, since the loss does not need them.
     """
 
     names: tuple[str, ...]
     build: Callable[[Sequence[Any]], Any]
     loss: int | None
+    dropped: frozenset[str] = frozenset()
 
     def rebuilt(self, loss: Tensor, parts: Sequence[Tensor], *, has_loss: bool) -> Any:
         """What the call returns, of these tensors; the loss alone where a loss function made it."""
@@ -90,6 +93,7 @@ class Captured:
     has_loss: bool  # or else the sum of what is returned stands for one
     reads: Reads
     traced: Graph  # with everything that forward does, also what nothing needs
+    stored: tuple[LeftTensor, ...] = ()  # what it leaves in attributes
 
 
 def capture_call(
@@ -104,7 +108,9 @@ def capture_call(
         whole = graph
     else:
         whole = record_saved(whole)
-    return replace(traced, graph=graph, whole=whole)
+    flows, kept = with_gradient(traced.graph), whole.values
+    dropped = frozenset(name for name in traced.returned.names if name in flows and not kept[name].grad)
+    return replace(traced, graph=graph, whole=whole, returned=replace(traced.returned, dropped=dropped))
 
 
 def check_captured(model: nn.Module, batch: object, loss_fn: LossFn | None, captured: Captured) -> str:
@@ -119,7 +125,9 @@ def check_captured(model: nn.Module, batch: object, loss_fn: LossFn | None, capt
             return "it would take long here, and fewer rows are another model"
     if not captured.has_loss:
         loss_fn = lambda output, batch: stand_in(take_apart(output)[0])  # noqa: E731
-    return check_against_eager(model, part, loss_fn, captured.traced)
+    # Only one rank compares: what forward does to lists of its own must not make it differ from the others.
+    with captured.reads.left_alone():
+        return check_against_eager(model, part, loss_fn, captured.traced)
 
 
 def trace(model: nn.Module, batch: object, *, loss_fn: LossFn | None = None) -> Graph:
@@ -143,7 +151,9 @@ def _traced(model: nn.Module, batch: object, loss_fn: LossFn | None, *, needs_lo
     returned = Returned(names, wrapped.build, wrapped.loss_at)
     if left_out:
         returned = _without(returned, left_out)
-    return Captured(graph, graph, returned, wrapped.has_loss, wrapped.reading.reads, graph)
+    reading = wrapped.reading
+    reads = reading.reads(exported.constants.values())
+    return Captured(graph, graph, returned, wrapped.has_loss, reads, graph, tuple(reading.stored))
 
 
 def _without(returned: Returned, left_out: Collection[int]) -> Returned:
@@ -186,6 +196,15 @@ def without_unused(graph: Graph, *, kept: Collection[str] = ()) -> Graph:
     return Graph(leaves, numbered(reversed(nodes)), graph.loss, graph.updates)
 
 
+def with_gradient(graph: Graph) -> set[str]:
+    """The values that parameters or inputs with a gradient lead to, whether the loss needs them or not."""
+    found = {leaf.value.name for leaf in graph.leaves if leaf.value.grad}
+    for node in graph.nodes:
+        if node.context.grad and node.op != "aten.detach.default" and not found.isdisjoint(node.operands):
+            found |= {value.name for value in node.results if value.torch_dtype.is_floating_point}
+    return found
+
+
 def _without_gradient(node: Node) -> Node:
     results = tuple(replace(value, grad=False) for value in node.results)
     return replace(node, results=results, context=replace(node.context, grad=False, recompute=0))
@@ -208,6 +227,7 @@ class _Step(nn.Module):
         self._needs_loss = needs_loss
         self.replaced: set[str] = set()
         self.reading = Reading()
+        Variables(self.reading).note(model, loss_fn)
         # In a list, so that a loss module's tensors are captured as constants and not as parameters to train.
         self._loss_fn = [loss_fn]
         self.training = model.training
@@ -216,8 +236,8 @@ class _Step(nn.Module):
         args, kwargs = self._rebuild(list(tensors))
         call = Arguments(args, kwargs)
         handed = hand_out(self.model, self._loss_fn[0], call, in_form_of(self._batch, args, kwargs))
-        with sizes_agree():
-            with assignments(self.model, self.replaced), self.reading.watching(self.model):
+        with sizes_agree(), self.reading.watching():
+            with assignments(self.model, self.replaced):
                 output = self.model(*handed.forward.args, **handed.forward.kwargs)
             parts, self.build = take_apart(output)
             loss = self._loss(output, handed)

@@ -164,6 +164,8 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
+    # What forward stores in attributes stays on this rank alone, and would keep the graph of this step.
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -176,6 +178,10 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
             parameter._backward_hooks = called
         random.setstate(python)
         np.random.set_state(numpy)
+        for own, earlier in attributes:
+            for key in own.keys() - earlier.keys():
+                del own[key]
+            own.update(earlier)
         with torch.no_grad():
             for place, key, buffer, before in kept:
                 place[key] = buffer

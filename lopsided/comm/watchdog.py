@@ -166,6 +166,13 @@ def reason_of(error: BaseException, trace: TracebackType | None) -> str:
     return said + "".join(f" at {os.path.basename(frame.filename)}:{frame.lineno}" for frame in place)
 
 
+def _odd_one(told: Mapping[int, Mapping[str, str]]) -> int:
+    """A rank that does not do what most do."""
+    does = {rank: json.dumps(facts) for rank, facts in told.items()}
+    usual = max(does.values(), key=[*does.values()].count)
+    return next((rank for rank, text in does.items() if text != usual), next(iter(does)))
+
+
 class _Neighbour:
     """The rank that this one looks after."""
 
@@ -236,6 +243,7 @@ class Watchdog:
         self._neighbour = _Neighbour((world.rank + 1) % world.size)
         self._came_round_s = time.monotonic()
         self._shake: tuple[dist.Work, Tensor, Tensor, dict[str, str]] | None = None
+        self._shakes = 0
         self._calls = 0  # of those that bystanders make too
         self._stopping = threading.Event()
         self._post()
@@ -354,20 +362,23 @@ class Watchdog:
 
     # Handshakes
 
-    def start_handshake(self, step: int, program: str, inputs: str, *, training: bool, sync: bool) -> None:
+    def start_handshake(
+        self, step: int, program: str, inputs: str, reads: str = "", *, training: bool, sync: bool
+    ) -> None:
         """Tell the others what this rank is about to do, and return at once. All that take part call it, step by step.
 
-        `program` and `inputs` are texts that must be equal on all ranks; the latter is shown when it is not.
+        `program`, `inputs` and `reads` are texts that must be equal on all ranks, and are shown when they are not.
         """
         facts = {
             "call": FORWARD,
             "step": str(step),
             "program": program[:100],
             "inputs": inputs[:1000],
+            "what forward reads": reads[:200],
             "mode": "training" if training else "evaluation",
             "gradients": "synchronised" if sync else "kept (no_sync)",
         }
-        self._tell([step, _number(program), _number(inputs), training, sync], facts)
+        self._tell([step, _number(program + reads), _number(inputs), training, sync], facts)
 
     def call(self, what: str, *, bystanders: bool = True) -> None:
         """A call that every rank must make begins: refuse it if others make another one, or none within the timeout.
@@ -391,6 +402,7 @@ class Watchdog:
             work = dist.all_gather(list(heard.unbind()), row, group=self._side, async_op=True)
         except RuntimeError as error:
             raise self.explain(error, facts["call"]) from error
+        self._shakes += 1
         self._shake = (work, heard, row, facts)
 
     def finish_handshake(self) -> None:
@@ -407,18 +419,47 @@ class Watchdog:
             if not torch.equal(heard[:, :_WORDS], row[:_WORDS].expand(len(heard), -1)):
                 # Without another exchange: who makes another call may wait elsewhere.
                 self._refuse_calls({rank: _unpacked(row) for rank, row in zip(self.world.ranks, heard, strict=True)})
-            told: list[dict[str, str]] = [facts] * len(self.world.ranks)
-            dist.all_gather_object(told, facts, group=self._side)
+            told = self._facts_of_all(facts, self._asks)
+            difference = self._difference(told)
+            self._fail(Failure(_odd_one(told), difference.what), self._asks)
         except RuntimeError as error:
             raise self.explain(error, what) from error
         finally:
             self.left()
-        odd = odd_ones(dict(zip(self.world.ranks, told, strict=True)))
+        raise difference
+
+    def _look_at_handshake(self) -> None:
+        """The others may have refused a step that this rank has begun: its main thread waits for them in vain."""
+        shake = self._shake
+        if shake is None or not shake[0].is_completed():
+            return
+        _, heard, row, facts = shake
+        if facts["call"] != FORWARD or torch.equal(heard, row.expand_as(heard)):
+            return
+        if torch.equal(heard[:, :_WORDS], row[:_WORDS].expand(len(heard), -1)):
+            told = self._facts_of_all(facts, self._beats)
+            self._fail(Failure(_odd_one(told), self._difference(told).what), self._beats)
+
+    def _facts_of_all(self, facts: Mapping[str, str], store: Store) -> dict[int, dict[str, str]]:
+        """What the ranks are about to do, of those that say so soon: their main threads, or those that watch.
+
+        By the store: a rank that has begun its step takes part in no other exchange.
+        """
+        place = f"facts/{self._shakes}"
+        store.set(f"{place}/{self.world.rank}", json.dumps(facts))
+        keys = {rank: f"{place}/{rank}" for rank in self.world.ranks}
+        until = time.monotonic() + _BEATS * self.every_s + 1.0
+        while time.monotonic() < until and not store.check(list(keys.values())):
+            time.sleep(self.every_s / 20)
+        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+
+    def _difference(self, told: Mapping[int, dict[str, str]]) -> WorldError:
+        odd = odd_ones(told) or "some do another step"
         # With the same shapes, what differs is what is in them.
-        alike = not odd_ones({k: one | {"inputs": _CONTENT.sub("", one["inputs"])} for k, one in enumerate(told)})
-        raise WorldError(
+        alike = not odd_ones({k: one | {"inputs": _CONTENT.sub("", one["inputs"])} for k, one in told.items()})
+        return WorldError(
             f"ranks do not do the same: {odd}",
-            where=f"rank {self.world.rank}, step {facts['step']}",
+            where=f"rank {self.world.rank}, step {self._step}",
             do="the batches have the same shapes and differ: give each rank its rows (lopsided.shard(loader, pm)), or "
             "all the same whole batch (the same seed before the loader is made and wherever inputs are drawn)"
             if alike
@@ -460,6 +501,7 @@ class Watchdog:
             if misses < 3:
                 try:
                     self._post()
+                    self._look_at_handshake()
                     self._look()
                     misses = 0
                 except (RuntimeError, ValueError):

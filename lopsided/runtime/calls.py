@@ -9,10 +9,13 @@ input, if the model can take it as a tensor.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -21,7 +24,8 @@ from lopsided.capturing.call import Arguments, LossFn, Rebuild, arguments_of, ha
 from lopsided.errors import BatchError
 
 _MARK = "_lopsided_batch"
-_PLAIN = (bool, int, float, complex, str, type(None))
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_DEEPEST = 3  # that an object among the arguments is looked through
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Given:
 
     batch: Any  # as it was given to parallelize, or `Arguments`
     tensors: dict[str, Tensor]
-    others: tuple[tuple[str, object], ...]  # plain values by name; of anything else its type
+    others: tuple[tuple[str, object], ...]  # plain values by name; of an object its type and what is plain in it
     rebuild: Rebuild
 
     def inputs_of(self, signature: Signature) -> tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]:
@@ -130,8 +134,11 @@ class CallForm:
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
         batch = self._in_form(args, kwargs)
         leaves, spec = named_leaves(batch)
-        if numbers := [name for name in self.varying if isinstance(leaves.get(name), float)]:
-            leaves |= {name: torch.tensor(leaves[name], dtype=torch.float64) for name in numbers}
+        changed = {name: value.item() for name, value in leaves.items() if isinstance(value, np.generic)}
+        numbers = [name for name in self.varying if isinstance(changed.get(name, leaves.get(name)), float)]
+        changed |= {name: torch.tensor(changed.get(name, leaves[name]), dtype=torch.float64) for name in numbers}
+        if changed:
+            leaves |= changed
             batch = Arguments(*pytree.tree_unflatten(list(leaves.values()), spec))
         tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
         rebuild = rebuilder(leaves, spec)
@@ -168,5 +175,25 @@ class CallForm:
         return ""
 
 
-def _plain(value: object) -> object:
-    return value if isinstance(value, _PLAIN) else type(value).__qualname__
+def _plain(value: object, depth: int = 0) -> object:
+    """What of a value can be told from another's, equal on all ranks that give the same."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Enum):
+        return str(value)
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None) or ()
+        kept = [_plain(cell.cell_contents, depth + 1) for cell in cells if depth < _DEEPEST]
+        return f"{value.__module__}.{value.__qualname__}:{code.co_firstlineno if code is not None else ''}{kept}"
+    if depth == _DEEPEST:
+        return type(value).__qualname__
+    if isinstance(value, tuple | list | set | frozenset):
+        inner = tuple(_plain(part, depth + 1) for part in value)
+    elif isinstance(value, Mapping):
+        inner = tuple((str(key), _plain(part, depth + 1)) for key, part in value.items())
+    else:
+        held = getattr(value, "__dict__", {})
+        inner = tuple((key, _plain(part, depth + 1)) for key, part in held.items() if not key.startswith("__"))
+    return (type(value).__qualname__, *inner) if inner else type(value).__qualname__

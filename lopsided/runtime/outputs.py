@@ -121,10 +121,14 @@ class OutputPart:
     at: Placement
     shape: tuple[int, ...]
     name: str
+    dropped: bool = False  # it has a gradient in the model, and none here
 
     def to(self, exchange: Redistributor, wanted: Placement) -> Tensor:
         part = self.part.made if isinstance(self.part, Unmade) else self.part
-        return exchange.convert(part, self.at, wanted, self.shape, f"the output %{self.name}")
+        made = exchange.convert(part, self.at, wanted, self.shape, f"the output %{self.name}")
+        if self.dropped and torch.is_grad_enabled():
+            made = _Dropped.apply(made.detach().view_as(made).requires_grad_())  # type: ignore[no-untyped-call]
+        return made
 
 
 def hand_on(value: OutputPart, exchange: Redistributor, cut: RowCut | None) -> Tensor:
@@ -168,6 +172,22 @@ class _Rows(torch.autograd.Function):
             "a loss outside of the model was made of this rank's rows of an output: ranks have unequal numbers of "
             "rows, so it is not a part of the whole batch's loss",
             do="pass it to parallelize as loss_fn=, or make it of lopsided.gather(output), the same on all ranks",
+        )
+
+
+class _Dropped(torch.autograd.Function):
+    """The identity on an output that the captured loss does not need, which refuses a gradient: it would be lost."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor) -> Tensor:
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise TrainingError(
+            "a loss outside of the model needs the gradient of an output that the loss of the model does not "
+            "depend on, so it was not planned",
+            do="say what is minimised: parallelize(..., loss_fn=lambda output, batch: output.loss + 0.1 * output.aux)",
         )
 
 

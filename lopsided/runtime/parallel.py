@@ -236,6 +236,8 @@ class Parallel(nn.Module):
         self.__dict__ |= {"plan": plan, "world": world, "steps_done": 0}
         self._captured = captured if isinstance(captured, Captured) else _of_loss_alone(captured)
         self._graph, self._check_every = self._captured.graph, check_every
+        for stored in self._captured.stored:
+            stored.leave_word()
         # A loss that is a module must not become a submodule, whose tensors would be saved with the model's.
         self.__dict__["_loss_fn"] = loss_fn
         self._decisions = plan.decisions
@@ -293,14 +295,38 @@ class Parallel(nn.Module):
                 raise
         return getattr(self._model[0], name)
 
+    def __getitem__(self, key: Any) -> Any:
+        """`pm[2]`, where the model is a sequence of modules."""
+        return self._model[0][key]  # type: ignore[index]
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_is_fsdp_managed_module":  # which FSDP and fully_shard set
             raise wrapped("FSDP")
         # What forward reads is the model's: `pm.tau = 0.5` must reach it.
-        if name in self.__dict__.get("_of_model", ()) and not isinstance(value, nn.Module | Tensor):
+        if self._is_of_model(name) and not isinstance(value, nn.Module | nn.Parameter):
             setattr(self._model[0], name, value)
         else:
             super().__setattr__(name, value)
+
+    def _is_of_model(self, name: str) -> bool:
+        """Whether an attribute that is set from outside is the model's: it was there, or nobody knows it yet."""
+        of_model = self.__dict__.get("_of_model")
+        if of_model is None:  # while this is being built
+            return False
+        own = (self.__dict__, self._buffers, self._modules, self._parameters)
+        return name in of_model or not (
+            name.startswith("_") or hasattr(type(self), name) or any(name in names for names in own)
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Pieces, as `state_dict()` gives them, or whole tensors, of which this rank takes its pieces."""
+        pieces = {name: piece for piece in self.pieces.values() for name in (piece.name, *piece.also)}
+        mine = dict(state_dict)
+        for name in pieces.keys() & mine.keys():
+            piece, tensor = pieces[name], mine[name]
+            if isinstance(tensor, Tensor) and tuple(tensor.shape) == piece.shape != piece.local_shape:
+                mine[name] = piece.take(tensor)
+        return super().load_state_dict(mine, *args, **kwargs)
 
     @property
     def has_loss(self) -> bool:
@@ -472,8 +498,9 @@ class Parallel(nn.Module):
         self.watch.start_handshake(
             self._forwards,
             f"{signature.autocast or 'no autocast'}, {'gradients' if torch.is_grad_enabled() else 'no gradients'}, "
-            f"{signature.mode.count(0)} modules in evaluation, {found.reads.values() if found else 'anew'}",
+            f"{signature.mode.count(0)} modules in evaluation",
             told + str(handed_out),
+            found.reads.text if found else self._programs.why_anew(signature),
             training=self.training,
             sync=self._syncing,
         )
@@ -525,8 +552,11 @@ class Parallel(nn.Module):
             for k, part in zip(moving, moved, strict=True):
                 parts[k] = part
         values = found.program.graph.values
+        placed, dropped = found.executor.placed, found.returned.dropped if loss.requires_grad else ()
         handed = {
-            name: hand_on(OutputPart(part, found.executor.placed[name], values[name].shape, name), self._exchange, cut)
+            name: hand_on(
+                OutputPart(part, placed[name], values[name].shape, name, name in dropped), self._exchange, cut
+            )
             for name, part in zip(names, parts, strict=True)
         }
         return [loss.reshape(()), *(handed[name] for name in found.returned.names)]
@@ -849,6 +879,13 @@ class _StepEnd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # with create_graph=True
+            raise TrainingError(
+                "a gradient through the parallel model is to be differentiated again (create_graph=True): its backward "
+                "pass is no graph",
+                do="penalise gradients of a part that is not parallel, or take differences of two forward passes: "
+                "pm(x + e * v) - pm(x)",
+            )
         try:
             (loss,) = ctx.saved_tensors
         except RuntimeError:

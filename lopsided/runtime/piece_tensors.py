@@ -160,6 +160,12 @@ def _run(func: Any, args: Arguments, kwargs: Keywords) -> Any:
             f"a layer of the model is called by itself, and this process has a piece of its parameter {piece.of.name}",
             do="call pm(...), or take lopsided.whole(pm) on rank 0 to generate and to evaluate by hand",
         )
+    if func in _DRAWS and _step[0] == "outside" and type(args[0]) in _TYPES:
+        raise TrainingError(
+            f"{func.__name__} would draw for this process's piece of {args[0].of.name}, of other sizes than the whole",
+            where="a parameter that is stored in pieces",
+            do="initialise the model before parallelize, or load whole tensors with lopsided.load_full_state_dict",
+        )
     reduction = _REDUCTIONS.get(func)
     if reduction is not None and type(args[0]) in _TYPES and not _of_two(reduction, args, kwargs):
         return _reduced(reduction, func, args, kwargs)
@@ -225,6 +231,17 @@ _LAYERS = {
 }
 """What modules do with their parameters, and nobody else."""
 
+# Ways to initialise, by the sizes of what they are given.
+_DRAWS = {
+    Tensor.uniform_,
+    Tensor.normal_,
+    Tensor.bernoulli_,
+    Tensor.random_,
+    Tensor.exponential_,
+    nn.init.uniform_,
+    nn.init.normal_,
+    nn.init.kaiming_uniform_,
+}
 _FACTORIES = {
     torch.zeros_like,
     torch.ones_like,

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lopsided.capturing.call import LossFn, in_form_of
 from lopsided.capturing.capture_graph import Captured, Returned, capture_call
 from lopsided.capturing.reads import Reads
-from lopsided.comm.world import World
-from lopsided.errors import BatchError, CaptureError, TrainingError
+from lopsided.comm.world import World, odd_ones, waiting
+from lopsided.errors import BatchError, CaptureError, TrainingError, WorldError
 from lopsided.executor.executor import Executor
 from lopsided.ir.graph import Graph
 from lopsided.ir.program import Program, parse_program
@@ -120,6 +120,9 @@ class Programs:
 
     def _captured(self, given: Given, signature: Signature) -> CallProgram:
         captured = self._capture(given, signature)
+        self._check_alike(captured)
+        for stored in captured.stored:
+            stored.leave_word()
         rounds = self._rounds(captured, signature)
         return self._add(signature, captured, self._agreed(rounds.graph), rounds)
 
@@ -144,11 +147,33 @@ class Programs:
         self._calls.setdefault(signature, []).append(made)
         return made
 
+    def why_anew(self, signature: Signature) -> str:
+        """Why there is no program for this call."""
+        known = self._calls.get(signature)
+        return f"other than before: {known[-1].reads.changed()}" if known else "not known yet"
+
+    def _check_alike(self, captured: Captured) -> None:
+        """All ranks must have captured the same: what forward reads may be set on one rank alone."""
+        if self._side is None:
+            return
+        mine = {"the graph": captured.whole.fingerprint, **captured.reads.facts}
+        told: list[dict[str, str]] = [mine] * len(self._world.ranks)
+        with waiting("what all ranks captured"):
+            dist.all_gather_object(told, mine, group=self._side)
+        if all(one == mine for one in told):
+            return
+        read = odd_ones({rank: {**one, "the graph": ""} for rank, one in zip(self._world.ranks, told, strict=True)})
+        raise WorldError(
+            f"ranks captured different programs: {read or 'their graphs differ'}",
+            where=f"rank {self._world.rank}",
+            do="set what forward reads (attributes, variables of the script, hooks) alike on every rank",
+        )
+
     def _check_room(self, signature: Signature) -> None:
         known = self._calls.get(signature, [])
         if len(known) >= MOST_READS:
             raise TrainingError(
-                f"forward reads what changes again and again: {known[-1].reads.changed()}",
+                f"forward or the loss reads what changes again and again: {known[-1].reads.changed()}",
                 where=f"rank {self._world.rank}",
                 do="pass it to forward as an argument (a number that varies becomes an input), or make it a buffer",
             )

@@ -27,6 +27,7 @@ class Net(nn.Module):
         self.drop = nn.Dropout(0.3)
         self.body = [body]
         self.count = 0
+        self.kept: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body[0](self, x).square().mean()
@@ -135,12 +136,27 @@ def counter(net: Net, x: Tensor) -> Tensor:
     return block(net, x) * net.count
 
 
+CALLS = [0]
+
+
+def list_counter(net: Net, x: Tensor) -> Tensor:
+    CALLS[0] += 1
+    return block(net, x) * CALLS[0]
+
+
+def collector(net: Net, x: Tensor) -> Tensor:
+    net.kept.append(block(net, x))
+    return net.kept[-1]
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [
         (pythons_random, "draws from Python's random"),
         (numpys_random, "draws from numpy's random"),
         (counter, r"changes the Python number model.count \(0 became 1\)"),
+        (list_counter, r"changes the Python number CALLS \(\[0\] became \[1\]\)"),
+        (collector, "reads model.kept and leaves tensors with a gradient there"),
     ],
 )
 def test_what_would_be_frozen_is_refused(body: Callable[[Any, Tensor], Tensor], told: str) -> None:

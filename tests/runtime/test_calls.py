@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -167,6 +168,73 @@ def returns_a_dataclass() -> float:
 
 def test_a_dataclass_with_a_metric_that_the_loss_does_not_need(crews: Callable[[int], WorkerPool]) -> None:
     assert max(crews(3).run(returns_a_dataclass)) < 1e-9
+
+
+class WithAux(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = 0.0
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Any:
+        logits = self.out(self.features(tokens))
+        self.aux = logits.pow(2).mean()
+        return {"loss": F.cross_entropy(logits, target), "logits": logits, "aux": logits.logsumexp(-1).mean()}
+
+
+def terms_the_loss_does_not_know() -> list[str]:
+    batch = {"tokens": tokens_of(), "target": target_of()}
+    _, pm = both(WithAux, batch)
+    told = []
+    for term in (lambda output: output["aux"], lambda output: pm.aux, lambda output: torch.exp(pm.module.aux)):
+        output = pm(**batch)
+        try:
+            (output["loss"] + 0.1 * term(output)).backward()
+        except lopsided.LopsidedError as error:
+            told.append(str(error))
+    output = pm(**batch)
+    output["loss"].backward()  # which needs none of them
+    return told
+
+
+def test_a_term_that_would_lose_its_gradient_is_refused(crews: Callable[[int], WorkerPool]) -> None:
+    for returned, stored, again in crews(3).run(terms_the_loss_does_not_know):
+        assert "an output that the loss of the model does not depend on" in returned
+        assert "forward stores a tensor in model.aux" in stored
+        assert "forward stores a tensor in model.aux" in again
+
+
+def twice_differentiated() -> str:
+    _, pm = both(Classifier, (tokens_of(), target_of()), loss_fn=F.cross_entropy)
+    try:
+        loss = pm(tokens_of(), target_of())
+        loss.backward(create_graph=True)
+    except lopsided.LopsidedError as error:
+        return str(error)
+    return ""
+
+
+def test_second_derivatives_are_refused(crews: Callable[[int], WorkerPool]) -> None:
+    assert all("create_graph=True" in text for text in crews(3).run(twice_differentiated))
+
+
+def whole_state(how: str) -> tuple[float, str]:
+    """A checkpoint of one device is loaded as everybody does it; initialising anew is refused on pieces."""
+    _, pm = both(Classifier, (tokens_of(), target_of()), how, loss_fn=F.cross_entropy)
+    torch.manual_seed(5)
+    other = Classifier().double()
+    pm.load_state_dict(other.state_dict())
+    worst = far(pm(tokens_of(), target_of()), F.cross_entropy(other(tokens_of()), target_of()))
+    try:
+        nn.init.xavier_uniform_(pm.up.weight)
+    except lopsided.LopsidedError as error:
+        return worst, str(error)
+    return worst, ""
+
+
+def test_whole_tensors_are_loaded_and_not_drawn(crews: Callable[[int], WorkerPool]) -> None:
+    for worst, told in crews(3).run(whole_state, "zero"):
+        assert worst < 1e-9
+        assert "would draw for this process's piece of up.weight" in told
 
 
 def term_of_rows() -> str:
@@ -439,6 +507,136 @@ def test_numbers_and_attributes_may_change(crews: Callable[[int], WorkerPool]) -
     for worst, programs in crews(3).run(numbers):
         assert worst < 1e-9
         assert programs <= 6  # those of the scale alone share one
+
+
+# What else the loss depends on: each may change between two steps
+
+SETTINGS = {"power": 2.0}
+OFFSET = 0.0
+
+
+class Weighed:
+    """A loss function that is an object with settings of its own."""
+
+    def __init__(self) -> None:
+        self.weight, self.classes = 1.0, torch.ones(5, dtype=torch.float64)
+
+    def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.weight * F.cross_entropy(logits, target, weight=self.classes)
+
+
+class Knobs(Classifier):
+    shift = 0.0  # of the class
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = {"scale": 1.0}
+        self.mask, self.act = torch.ones(12, dtype=torch.float64), torch.tanh
+
+    def forward(self, tokens: Tensor, settings: Any = None) -> Any:
+        hidden = self.act(self.features(tokens) * self.mask + self.shift + OFFSET)
+        hidden = hidden * getattr(self, "late", 1.0) * (settings.gain if settings is not None else 1.0)
+        return self.out(hidden) * self.options["scale"] * SETTINGS["power"]
+
+
+def turned(which: str, model: Any, criterion: Weighed) -> None:
+    global OFFSET
+    if which == "entry of a dict":
+        model.options["scale"] = 3.0
+    elif which == "dict":
+        model.options = {"scale": 3.0}
+    elif which == "global":
+        OFFSET = 0.5
+    elif which == "entry of a global dict":
+        SETTINGS["power"] = 3.0
+    elif which == "tensor":
+        model.mask = torch.arange(12, dtype=torch.float64)
+    elif which == "tensor in place":
+        model.mask.mul_(2)
+    elif which == "function":
+        model.act = torch.sigmoid
+    elif which == "attribute of the class":
+        model.shift = 0.7
+    elif which == "attribute that was not there":
+        model.late = 0.3
+    elif which == "loss":
+        criterion.weight = 2.0
+    elif which == "tensor of the loss":
+        criterion.classes[1] = 5.0
+    elif which == "hook":
+        model.up.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+KNOBS = ["entry of a dict", "dict", "global", "entry of a global dict", "tensor", "tensor in place", "function"]
+KNOBS += ["attribute of the class", "attribute that was not there", "loss", "tensor of the loss", "hook"]
+
+
+def with_knobs() -> dict[str, float]:
+    global OFFSET
+    found = {}
+    for which in KNOBS:
+        OFFSET, SETTINGS["power"] = 0.0, 2.0
+        criterion = Weighed()
+        alone, pm = both(Knobs, (tokens_of(), target_of()), loss_fn=criterion)
+        far_before = far(pm.loss_fn(pm(tokens_of()), target_of()), criterion(alone(tokens_of()), target_of()))
+        turned(which, alone, criterion)
+        if not which.startswith(("global", "entry of a global", "loss", "tensor of")):
+            turned(which, pm, Weighed())
+        one = criterion(alone(tokens_of()), target_of())
+        loss = pm.loss_fn(pm(tokens_of()), target_of())
+        one.backward()
+        loss.backward()
+        found[which] = max(far_before, far(loss, one), gap(pm, alone))
+        before = len(pm._programs._calls), sum(map(len, pm._programs._calls.values()))
+        pm.loss_fn(pm(tokens_of()), target_of())
+        assert before == (len(pm._programs._calls), sum(map(len, pm._programs._calls.values())))
+    return found
+
+
+def test_whatever_the_loss_depends_on_may_change(crews: Callable[[int], WorkerPool]) -> None:
+    for found in crews(3).run(with_knobs):
+        assert [which for which, worst in found.items() if worst > 1e-9] == []
+
+
+class Gain:
+    def __init__(self, gain: float) -> None:
+        self.gain = gain
+
+
+def objects_as_arguments() -> float:
+    alone, pm = both(Knobs, (tokens_of(), Gain(1.0)))
+    return max(far(pm(tokens_of(), Gain(k)), alone(tokens_of(), Gain(k))) for k in (1.0, 0.5, np.float32(0.25)))
+
+
+def test_an_object_among_the_arguments_may_change(crews: Callable[[int], WorkerPool]) -> None:
+    assert max(crews(3).run(objects_as_arguments)) < 1e-9
+
+
+def set_on_one_rank(known: bool) -> str:
+    _, pm = both(Scaled, (tokens_of(), target_of()))
+    pm(tokens_of(), target_of())
+    # Where all set it, each to another value, all make a program; where one does, the others have begun their step.
+    pm.tau = 0.5 + 0.1 * (pm.world.rank == 1)
+    if known and pm.world.rank != 1:
+        pm.tau = 1.0
+    try:
+        pm(tokens_of(), target_of())
+    except lopsided.LopsidedError as error:
+        return str(error)
+    return ""
+
+
+def test_an_attribute_that_differs_by_rank_is_named(crews: Callable[[int], WorkerPool]) -> None:
+    for text in crews(3).run(set_on_one_rank, False):
+        assert "what forward reads is other than before: model.tau was 1.0 and is 0.6 on rank 1" in text
+
+
+def test_a_rank_that_is_told_alone_ends_the_others() -> None:
+    with WorkerPool(3, timeout_s=60) as crew:
+        outcomes = crew.outcomes(set_on_one_rank, True)
+    assert "model.tau was 1.0 and is 0.6 on rank 1" in outcomes[1][1]
+    for rank in (0, 2):  # which wait in a collective: their processes end, long before timeout_s
+        assert outcomes[rank][0] is False
 
 
 def annealed() -> str:
