@@ -212,7 +212,7 @@ class _ByPlan(Contestant):
 
     @property
     def waited_s(self) -> float:
-        return self.trained.wire.waited_s if self.trained.wire is not None else 0.0
+        return self.trained.communicator.waited_s if self.trained.communicator is not None else 0.0
 
 
 class _Resting(Contestant):

@@ -57,7 +57,7 @@ from lopsided.runtime.agreement import ELASTIC_VARIABLE
 from lopsided.runtime.checkpoint import in_memory
 from lopsided.runtime.checkpoint.folder import steps_in
 from lopsided.runtime.control_plane import accord_of
-from lopsided.runtime.moving import with_shares
+from lopsided.runtime.live.moving import with_shares
 
 SPEC = "mlp:layers=2,width=12,classes=5,batch=8"
 STEPS, STEP_S = 24, 0.05

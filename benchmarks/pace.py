@@ -41,7 +41,7 @@ from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.models.by_name import load
 from lopsided.planner.plan_file import save_plan
 from lopsided.planner.planner import plan_graph
-from lopsided.runtime.moving import with_shares
+from lopsided.runtime.live.moving import with_shares
 
 SPEC = "mlp:layers=4,width=512,classes=16,batch=768"
 WATCHED = "mlp:layers=2,width=12,classes=5,batch=8"

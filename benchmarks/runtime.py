@@ -279,8 +279,8 @@ def _peak(events: Sequence[dict[str, Any]]) -> int:
 
 def raced(case: Case, rounds: int, cuda: bool) -> dict[str, Any]:
     plan, peer = plan_for(case, cuda), PEERS[case.kind]
-    with WorkerPool(case.devices, timeout_s=TIMEOUT_S) as crew:
-        told = crew.run(race, case, plan_text(plan), "cuda:0" if cuda else "cpu", rounds)
+    with WorkerPool(case.devices, timeout_s=TIMEOUT_S) as pool:
+        told = pool.run(race, case, plan_text(plan), "cuda:0" if cuda else "cpu", rounds)
     # A step takes as long as its slowest process; processor seconds add up.
     seconds = {n: [max(rank[n][k][0] for rank in told) / case.steps for k in range(rounds)] for n in (peer, OURS)}
     cpu = {n: [sum(rank[n][k][1] for rank in told) / case.steps for k in range(rounds)] for n in (peer, OURS)}
@@ -314,8 +314,8 @@ def _middle_half(values: Sequence[float]) -> tuple[float, float]:
 
 def weighed(case: Case, cuda: bool) -> dict[str, Any]:
     plan = plan_for(case, cuda)
-    with WorkerPool(case.devices, timeout_s=TIMEOUT_S) as crew:
-        held = crew.run(most_held, case, plan_text(plan), "cuda:0" if cuda else "cpu")
+    with WorkerPool(case.devices, timeout_s=TIMEOUT_S) as pool:
+        held = pool.run(most_held, case, plan_text(plan), "cuda:0" if cuda else "cpu")
     # Devices the plan does not use hold nothing worth counting.
     rows = [(m, p) for m, p in zip(held, plan.memory_bytes, strict=False)]
     off = [measured / predicted - 1 for measured, predicted in rows]

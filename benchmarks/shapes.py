@@ -29,7 +29,7 @@ from lopsided.models.by_name import load
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.planner import plan_graph
 from lopsided.planner.same_storage import plan_for_shapes, step_on
-from lopsided.runtime.shapes import lengths_of
+from lopsided.runtime.calls.shapes import lengths_of
 
 EVERY = 10  # of so many lengths one is planned without being filled up
 BATCHES, MEDIAN, SIGMA, LONGEST = 50, 128, 0.6, 512

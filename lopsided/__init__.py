@@ -22,15 +22,15 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, save_plan
 from lopsided.planner.planner import plan
-from lopsided.runtime.batches import shard
+from lopsided.runtime.calls.batches import shard
+from lopsided.runtime.calls.outputs import gather
 from lopsided.runtime.checkpoint.automatic import Checkpoints
 from lopsided.runtime.checkpoint.checkpoint import load as load_checkpoint
 from lopsided.runtime.checkpoint.checkpoint import save as save_checkpoint
 from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
-from lopsided.runtime.norms import clip_grad_norm_
-from lopsided.runtime.outputs import gather
 from lopsided.runtime.parallel import Parallel, parallelize
-from lopsided.runtime.whole_model import whole
+from lopsided.runtime.parameters.norms import clip_grad_norm_
+from lopsided.runtime.parameters.whole_model import whole
 from lopsided.verification.simulator import Simulation, simulate
 from lopsided.verification.verifier import Verification, random_program, verify
 

@@ -80,7 +80,7 @@ def _seeded() -> None:
 
 
 @pytest.fixture(scope="session")
-def crews() -> Iterator[Callable[[int], WorkerPool]]:
+def worker_pools() -> Iterator[Callable[[int], WorkerPool]]:
     """Worker processes that tests share: a pool of each size, started once."""
     made: dict[int, WorkerPool] = {}
 
@@ -90,5 +90,5 @@ def crews() -> Iterator[Callable[[int], WorkerPool]]:
         return made[size]
 
     yield of
-    for crew in made.values():
-        crew.close()
+    for pool in made.values():
+        pool.close()

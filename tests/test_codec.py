@@ -450,9 +450,9 @@ def went_on(folder: str) -> tuple[int, dict[str, torch.Tensor], float]:
     return load(pm, optimizer, folder), full_state_dict(pm), optimizer.param_groups[0]["lr"]
 
 
-def test_an_older_checkpoint_goes_on_elsewhere(crews: Callable[[int], WorkerPool]) -> None:
+def test_an_older_checkpoint_goes_on_elsewhere(worker_pools: Callable[[int], WorkerPool]) -> None:
     wanted = trained_whole(2)
-    for step, state, rate in crews(3).run(went_on, str(OLDER / "checkpoint")):
+    for step, state, rate in worker_pools(3).run(went_on, str(OLDER / "checkpoint")):
         assert (step, rate) == (2, 0.05)
         assert state.keys() == wanted.keys()
         for key, value in wanted.items():

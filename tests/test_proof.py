@@ -87,8 +87,8 @@ def test_everyone_trains_the_same_model(subject: contestants.Subject, tmp_path: 
         *({"name": name, "way": "plan", "plan": path} for name, path in paths.items()),
     ]
     told = {"name": subject.name, "spec": subject.spec, "sums": subject.sums}
-    with WorkerPool(2) as crew:
-        both = crew.run(trained, str(BENCHMARKS), told, entries, 3)
+    with WorkerPool(2) as pool:
+        both = pool.run(trained, str(BENCHMARKS), told, entries, 3)
     assert both[0] == both[1]
     wanted = both[0]["alone"]
     assert len(set(wanted)) == 3, "it learns nothing"
@@ -97,9 +97,9 @@ def test_everyone_trains_the_same_model(subject: contestants.Subject, tmp_path: 
 
 
 def test_a_contestant_that_cannot_be_there_says_why() -> None:
-    with WorkerPool(2) as crew:
+    with WorkerPool(2) as pool:
         entries = [{"name": "nobody", "way": "plan", "plan": "/nowhere.json"}]
-        told = crew.run(trained, str(BENCHMARKS), {"name": "gpt2", "spec": MEAN.spec}, entries, 1)
+        told = pool.run(trained, str(BENCHMARKS), {"name": "gpt2", "spec": MEAN.spec}, entries, 1)
     assert "no such file" in told[0]["nobody"]
     assert told[0] == told[1]
 

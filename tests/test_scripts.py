@@ -21,8 +21,8 @@ MOST_LINES = {"nanogpt": 5, "mingpt": 5, "mnist": 5, "imagenet": 5}
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", run.SCRIPTS)
-def test_losses_are_those_of_one_device(crews: Callable[[int], WorkerPool], name: str) -> None:
-    found = run.compare(name, "float64", 4, crews(1), crews(run.PROCESSES))
+def test_losses_are_those_of_one_device(worker_pools: Callable[[int], WorkerPool], name: str) -> None:
+    found = run.compare(name, "float64", 4, worker_pools(1), worker_pools(run.PROCESSES))
     assert found["worst"] < run.GOALS["float64"]
     assert found["losses"] >= 4
 

@@ -193,9 +193,9 @@ def verify_runs(
 def _on_processes(jobs: Sequence[ProcessesJob], processes: int, *, quiet: bool) -> list[Claim]:
     with (
         progress_bar("comparing", len(jobs), quiet=quiet) as advance,
-        WorkerPool(processes, timeout_s=_PATIENCE_S) as crew,
+        WorkerPool(processes, timeout_s=_PATIENCE_S) as pool,
     ):
-        return prove(crew, jobs, advance)
+        return prove(pool, jobs, advance)
 
 
 def _claim_table(claims: Sequence[Claim]) -> Table:

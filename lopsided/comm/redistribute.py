@@ -80,9 +80,9 @@ class Layout:
 class Redistributor:
     """Conversions between the devices of a plan. `shares` are in the order of the communicator's ranks."""
 
-    def __init__(self, wire: Communicator, shares: Shares, network: Network) -> None:
-        self.wire, self.shares, self.network = wire, shares, network
-        self.rank, self.size = wire.rank, wire.size
+    def __init__(self, communicator: Communicator, shares: Shares, network: Network) -> None:
+        self.communicator, self.shares, self.network = communicator, shares, network
+        self.rank, self.size = communicator.rank, communicator.size
         self._layouts: dict[tuple[Placement, Shape], Layout] = {}
         self._ways: dict[tuple[str, int, float], str] = {}
 
@@ -106,9 +106,9 @@ class Redistributor:
         """Change the placement of a value; no gradient."""
         if source == to or (source.is_whole and to.is_whole):
             return part
-        if self.wire.recorder is None:
+        if self.communicator.recorder is None:
             return self._moved(part, source, to, shape, what)
-        with self.wire.recorder.during(CONVERSIONS):
+        with self.communicator.recorder.during(CONVERSIONS):
             return self._moved(part, source, to, shape, what)
 
     def _moved(self, part: Tensor, source: Placement, to: Placement, shape: Sequence[int], what: What) -> Tensor:
@@ -127,18 +127,18 @@ class Redistributor:
     def _sum(self, part: Tensor, what: What) -> Tensor:
         # In place on a copy: the term itself may be needed elsewhere.
         total = part.clone(memory_format=torch.contiguous_format)
-        self.wire.all_reduce(total.view(-1), what=what).wait()
+        self.communicator.all_reduce(total.view(-1), what=what).wait()
         return total
 
     def _gather(self, part: Tensor, layout: Layout, what: What) -> Tensor:
         algorithm = self.algorithm("all_gather", _bytes(layout.shape, part), layout.largest)
-        flat = self.wire.all_gather(_flat(part), layout.counts, what=what, algorithm=algorithm).wait()
+        flat = self.communicator.all_gather(_flat(part), layout.counts, what=what, algorithm=algorithm).wait()
         return flat.view(layout.shape) if layout.is_flat else layout.joined(flat.split(layout.counts))
 
     def _scatter(self, part: Tensor, layout: Layout, what: What) -> Tensor:
         algorithm = self.algorithm("reduce_scatter", _bytes(layout.shape, part), layout.largest)
         flat = _flat(part) if layout.is_flat else torch.cat(layout.runs(part))
-        handle = self.wire.reduce_scatter(flat, layout.counts, what=what, algorithm=algorithm)
+        handle = self.communicator.reduce_scatter(flat, layout.counts, what=what, algorithm=algorithm)
         return handle.wait().view(layout.local_shapes[self.rank])
 
     def _reshard(self, part: Tensor, source: Layout, to: Layout, what: What) -> Tensor:
@@ -168,7 +168,7 @@ class Redistributor:
         algorithm = algorithm or self.algorithm("all_gather", whole_bytes, skewed / whole_bytes if whole_bytes else 1.0)
         flat = _flat(parts[0]) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         counts = [sum(layout.counts[d] for layout in layouts) for d in range(self.size)]
-        return Gathering(self.wire.all_gather(flat, counts, what=what, algorithm=algorithm), counts, layouts)
+        return Gathering(self.communicator.all_gather(flat, counts, what=what, algorithm=algorithm), counts, layouts)
 
     def start_scatter(self, wholes: Sequence[Tensor], layouts: Sequence[Layout], what: What) -> Handle:
         """Add up several whole tensors (of one dtype) over the devices, everybody keeping flat runs of its pieces."""
@@ -182,7 +182,7 @@ class Redistributor:
         else:
             runs = [layout.runs(whole) for whole, layout in zip(wholes, layouts, strict=True)]
             flat = torch.cat([of_tensor[d] for d in range(self.size) for of_tensor in runs])
-        return self.wire.reduce_scatter(flat, counts, what=what, algorithm=algorithm)
+        return self.communicator.reduce_scatter(flat, counts, what=what, algorithm=algorithm)
 
     def start_reshard(
         self, parts: Sequence[Tensor], sources: Sequence[Layout], targets: Sequence[Layout], what: What
@@ -202,7 +202,7 @@ class Redistributor:
         give = [sum(of_tensor[d].numel() for of_tensor in given) for d in range(self.size)]
         flat = torch.cat(runs)
         counts = [sum(of_device) for of_device in take]
-        handle = self.wire.all_to_all(flat, give, counts, what=what, whole_bytes=whole_bytes, largest=largest)
+        handle = self.communicator.all_to_all(flat, give, counts, what=what, whole_bytes=whole_bytes, largest=largest)
         return Resharding(handle, take, reshards)
 
 

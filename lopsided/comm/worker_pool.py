@@ -37,8 +37,8 @@ class WorkerPool:
 
     `cores` pins each worker: one list of core numbers per worker. Every worker has one thread unless told otherwise.
 
-    >>> with Crew(2) as crew:  # doctest: +SKIP
-    ...     crew.run(function, argument)  # [function(argument) in worker 0, ... in worker 1]
+    >>> with WorkerPool(2) as pool:  # doctest: +SKIP
+    ...     pool.run(function, argument)  # [function(argument) in worker 0, ... in worker 1]
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WorkerPool:
 
     @property
     def folder(self) -> str:
-        """A folder for what workers write; it goes when the crew does."""
+        """A folder for what workers write; it goes when the pool does."""
         return self._folder.name
 
     @property

@@ -30,7 +30,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.ir.placement import start_of
 from lopsided.models.by_name import load
 from lopsided.profiling.measure import measure
-from lopsided.runtime.batches import shard
+from lopsided.runtime.calls.batches import shard
 from lopsided.runtime.parallel import Parallel, parallelize
 
 EQUAL, BY_SPEED, LOPSIDED, ALONE = "ddp-equal", "ddp-by-speed", "lopsided", "alone"
@@ -163,7 +163,7 @@ class _Lopsided:
 
     @property
     def _waited_s(self) -> float:
-        return self.model.wire.waited_s if self.model.wire else 0.0
+        return self.model.communicator.waited_s if self.model.communicator else 0.0
 
 
 def _batches(loader: object) -> Iterator[dict[str, Tensor]]:

@@ -130,21 +130,21 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
         setting = replace(setting, size=_QUICK_SIZE)
     size, devices = setting.size, setting.devices
     say("starting", f"{len(devices)} workers")
-    with WorkerPool(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S) as crew:
-        crew.run(leave)  # the first job is done when all have met
+    with WorkerPool(len(devices), cores=setting.cores, timeout_s=_PATIENCE_S) as pool:
+        pool.run(leave)  # the first job is done when all have met
         say("measuring", f"all {len(devices)} at once, for about {pace.measure_s:g} s")
-        cluster: Cluster = crew.run(take_measure, size, devices, pace.measure_s)[0]
+        cluster: Cluster = pool.run(take_measure, size, devices, pace.measure_s)[0]
         say("planning", size.spec)
         model, batch = build(size)
         found = plan(model, batch, cluster)
         if found.interrupted:
             raise KeyboardInterrupt  # the planner would go on with the best so far
-        path = str(Path(crew.folder) / "plan.json")
+        path = str(Path(pool.folder) / "plan.json")
         save_plan(found, path)
         say("entering", "the same model for everyone")
         rows = {EQUAL: _rows(size.batch, [1.0] * len(devices)), BY_SPEED: _rows(size.batch, _speeds(found))}
-        parts: list[Part] = crew.run(enter, size, devices, pace.rounds * pace.steps, rows, path)
-        rounds = _race(crew, pace, devices, say)
+        parts: list[Part] = pool.run(enter, size, devices, pace.rounds * pace.steps, rows, path)
+        rounds = _race(pool, pace, devices, say)
     shares: dict[str, list[float | None]] = {name: [n / size.batch for n in cut] for name, cut in rows.items()}
     shares[LOPSIDED] = [part.share if part.takes_part else None for part in parts]
     shares[ALONE] = [1.0, *[None] * (len(devices) - 1)]
@@ -165,7 +165,7 @@ def run_demo(*, quick: bool, say: Say) -> Outcome:
     )
 
 
-def _race(crew: WorkerPool, pace: Pace, devices: tuple[str, ...], say: Say) -> list[list[Round]]:
+def _race(pool: WorkerPool, pace: Pace, devices: tuple[str, ...], say: Say) -> list[list[Round]]:
     """Of every round what every worker tells; the first, in which all is made that is made once, does not count."""
     dice, order = random.Random(0), list(CONTESTANTS)
     rounds: list[list[Round]] = []
@@ -173,7 +173,7 @@ def _race(crew: WorkerPool, pace: Pace, devices: tuple[str, ...], say: Say) -> l
     while len(rounds) < pace.rounds and (len(rounds) < 2 or time.perf_counter() < until):
         say("training", f"round {len(rounds) + 1} of {pace.rounds}, {pace.steps} steps of each contestant")
         dice.shuffle(order)
-        rounds.append(crew.run(run_round, tuple(order), devices, pace.steps))
+        rounds.append(pool.run(run_round, tuple(order), devices, pace.steps))
     return rounds
 
 

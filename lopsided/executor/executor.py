@@ -109,7 +109,9 @@ class Executor:
         for name, tensor in leaves.items():
             slots[self.leaves[name]] = tensor
         stored = {slot: slots[slot] for slot in self.gathers.stored | self.again.stored}
-        this = Pass(self.exchange, self.gathers, self.again, self.freed, stored, self.exchange.wire.recorder, kept)
+        this = Pass(
+            self.exchange, self.gathers, self.again, self.freed, stored, self.exchange.communicator.recorder, kept
+        )
         with surroundings(self.context), streams_of(self.random):
             run_all(self.instructions, slots, this)
         updates = {buffer: slots[slot].detach() for buffer, slot in self.updates}

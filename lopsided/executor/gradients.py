@@ -151,7 +151,7 @@ class Gradients:
                 accumulate(parameter, gradient)
 
     def add(self, synced: Synced, gradient: Tensor) -> None:
-        if (recorder := self.exchange.wire.recorder) is not None:
+        if (recorder := self.exchange.communicator.recorder) is not None:
             recorder.mark(BUCKETS)
         if self._adding is not None:
             self._add_to(self._adding, synced, gradient)
@@ -209,7 +209,7 @@ class Gradients:
             # A copy in any case: what autograd hands over may be shared with others.
             flat = self._memory.take(sum(sizes), tensors[0])
             torch.cat([gradient.reshape(-1) for gradient in tensors], out=flat)
-            summed = self.exchange.wire.all_reduce(flat, what=label)
+            summed = self.exchange.communicator.all_reduce(flat, what=label)
             return lambda: summed.wait().split(sizes)
         if collective == "all_gather":
             return self.exchange.start_gather(tensors, sources, label).wait
@@ -224,7 +224,7 @@ class Gradients:
     def finish(self) -> None:
         """Send what is left, wait for everything, and hand out."""
         self._begun = False
-        if (recorder := self.exchange.wire.recorder) is not None:
+        if (recorder := self.exchange.communicator.recorder) is not None:
             recorder.mark(BUCKETS)
         for synced in list(self._added):  # which the last round did not reach
             self.add(synced, torch.zeros_like(self._added[synced]))

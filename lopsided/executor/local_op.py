@@ -64,7 +64,7 @@ class LocalOp:
         what = Label(ask.what or self.what, f"∂{self.name}" if ask.what else self.name)
         if ask.largest:
             peak = ask.tensor.detach().clone(memory_format=torch.contiguous_format)
-            self.exchange.wire.maximum(peak.view(-1), what=what).wait()
+            self.exchange.communicator.maximum(peak.view(-1), what=what).wait()
             return peak
         shape = tuple(ask.tensor.shape) if ask.shape is None else ask.shape
         back = Label(f"gradient of {what}", f"∂{self.name}")

@@ -43,13 +43,13 @@ from lopsided.integrations.preparing import (
 )
 from lopsided.integrations.sharded_batches import ShardedBatches
 from lopsided.planner.plan_data import Plan
-from lopsided.runtime.adoption import check_bare
-from lopsided.runtime.batches import shard
+from lopsided.runtime.calls.batches import shard
+from lopsided.runtime.calls.outputs import gather
 from lopsided.runtime.checkpoint import checkpoint
 from lopsided.runtime.checkpoint.state import full_state_dict
-from lopsided.runtime.norms import clip_grad_norm_
-from lopsided.runtime.outputs import gather
 from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.parameters.adoption import check_bare
+from lopsided.runtime.parameters.norms import clip_grad_norm_
 
 _STATE = "lopsided"  # the folder in a saved state with the model's pieces and the optimizer's
 

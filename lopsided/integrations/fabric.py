@@ -29,11 +29,11 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.errors import CheckpointError, InputError
 from lopsided.integrations.preparing import call_of, of_all_processes, random_numbers_untouched
 from lopsided.planner.plan_data import Plan
-from lopsided.runtime.adoption import check_bare
-from lopsided.runtime.batches import shard
+from lopsided.runtime.calls.batches import shard
 from lopsided.runtime.checkpoint import checkpoint as pieces
 from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
 from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.parameters.adoption import check_bare
 
 _STATE, _REST = "lopsided", "rest.ckpt"
 

@@ -37,8 +37,8 @@ from lopsided.errors import CheckpointError, InputError
 from lopsided.integrations.lightning_steps import Steps, replay, whole
 from lopsided.integrations.preparing import first_batch, of_all_processes, random_numbers_untouched
 from lopsided.planner.plan_data import Plan
-from lopsided.runtime.batches import ShardedLoader, shard
-from lopsided.runtime.calls import HandedOut
+from lopsided.runtime.calls.batches import ShardedLoader, shard
+from lopsided.runtime.calls.call_form import HandedOut
 from lopsided.runtime.checkpoint import checkpoint as pieces
 from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
 from lopsided.runtime.parallel import Parallel, parallelize

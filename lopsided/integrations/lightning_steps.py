@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from lopsided.errors import InputError
-from lopsided.runtime.outputs import gather
+from lopsided.runtime.calls.outputs import gather
 from lopsided.runtime.parallel import Parallel
 
 _CONSTANT: tuple[str, ...] = ("training", "validating", "testing", "predicting", "evaluating", "world_size")

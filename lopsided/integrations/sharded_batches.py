@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
-from lopsided.runtime.batches import ShardedLoader
-from lopsided.runtime.calls import HandedOut
+from lopsided.runtime.calls.batches import ShardedLoader
+from lopsided.runtime.calls.call_form import HandedOut
 
 _FED = "lopsided_fed"  # the attribute of a tensor that knows its batch
 

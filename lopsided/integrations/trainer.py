@@ -45,14 +45,14 @@ from lopsided.integrations.preparing import (
 )
 from lopsided.integrations.sharded_batches import FedBatch, ShardedBatches, fed_batch
 from lopsided.planner.plan_data import Plan
-from lopsided.runtime.adoption import check_bare
-from lopsided.runtime.batches import shard
-from lopsided.runtime.calls import HandedOut
+from lopsided.runtime.calls.batches import shard
+from lopsided.runtime.calls.call_form import HandedOut
+from lopsided.runtime.calls.outputs import gather
 from lopsided.runtime.checkpoint import checkpoint
 from lopsided.runtime.checkpoint.state import load_full_state_dict
-from lopsided.runtime.outputs import gather
 from lopsided.runtime.parallel import Parallel, parallelize
-from lopsided.runtime.whole_model import whole
+from lopsided.runtime.parameters.adoption import check_bare
+from lopsided.runtime.parameters.whole_model import whole
 
 _ITEMS = "num_items_in_batch"
 _STATE = "lopsided"  # the folder in a checkpoint of the Trainer's with the optimizer's state

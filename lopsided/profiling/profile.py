@@ -112,10 +112,10 @@ def profile_here(
     if many == 1:
         return take_profile(wanted, progress)
     threads = max((os.cpu_count() or 1) // many, 1) if not torch.cuda.is_available() else 1
-    with WorkerPool(many, threads=threads, timeout_s=_PATIENCE_S) as crew:
-        told = Path(crew.folder) / "progress"
+    with WorkerPool(many, threads=threads, timeout_s=_PATIENCE_S) as pool:
+        told = Path(pool.folder) / "progress"
         with _followed(told, progress):
-            found: Measurement = crew.run(_in_worker, wanted, str(told))[0]
+            found: Measurement = pool.run(_in_worker, wanted, str(told))[0]
     return found
 
 

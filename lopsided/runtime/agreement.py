@@ -32,9 +32,9 @@ from lopsided.planner.planner import plan_rivals
 from lopsided.planner.same_storage import plan_for_shapes
 from lopsided.profiling.op_times import forward_flops, measure_speeds
 from lopsided.profiling.profile import measure_once
-from lopsided.runtime.differences import differences
+from lopsided.runtime.calls.shapes import Lengths, lengths_of
+from lopsided.runtime.parameters.differences import differences
 from lopsided.runtime.progress import Announcer
-from lopsided.runtime.shapes import Lengths, lengths_of
 from lopsided.schedule.rounds import in_rounds
 from lopsided.schedule.stretches import most_nodes
 

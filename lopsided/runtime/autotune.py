@@ -154,15 +154,18 @@ class _Stage:
         """Some steps of a plan, to be run by all ranks; None where it does not run on some rank."""
         world = meet(plan, device=self.device)
         group = group_of(world, self.timeout_s)
-        wire = (
+        communicator = (
             Communicator(group, world.device, Network(plan.on), timeout_s=self.timeout_s) if group is not None else None
         )
         play = _play(plan, world)
         # With nobody to talk to: whoever cannot do it says so before others wait for it.
-        runs = wire is None or alone_s(play, world.place, world.device, 0.0, time.perf_counter, fewest=1) is not None
+        runs = (
+            communicator is None
+            or alone_s(play, world.place, world.device, 0.0, time.perf_counter, fewest=1) is not None
+        )
         if not all(self.council.hear(runs)):
             return None
-        once = partial(together_s, play, wire, self.council, world.device)
+        once = partial(together_s, play, communicator, self.council, world.device)
         return lambda: once() + plan.breakdown.optimizer_s
 
 

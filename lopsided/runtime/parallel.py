@@ -58,8 +58,6 @@ from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import plan_text
-from lopsided.runtime import outputs, replicas
-from lopsided.runtime.adoption import Adopted, adopt, check_bare, check_not_inside, wrapped
 from lopsided.runtime.agreement import (
     agreed_lengths,
     agreed_plans,
@@ -71,28 +69,31 @@ from lopsided.runtime.agreement import (
     strange_speeds,
 )
 from lopsided.runtime.autotune import quickest
-from lopsided.runtime.buffers import Buffers
-from lopsided.runtime.calls import CallForm, Given, HandedOut, Signature
-from lopsided.runtime.first_values import take_first_values
-from lopsided.runtime.handover import hand_over
-from lopsided.runtime.host_state import end_failed_steps, keep_on_host
-from lopsided.runtime.initial import initialise
-from lopsided.runtime.inputs import Inputs
-from lopsided.runtime.last_loss import LastLoss
-from lopsided.runtime.moving import take_shares
-from lopsided.runtime.optimizers import watch_optimizers
+from lopsided.runtime.calls import outputs
+from lopsided.runtime.calls.call_form import CallForm, Given, HandedOut, Signature
+from lopsided.runtime.calls.inputs import Inputs
+from lopsided.runtime.calls.last_loss import LastLoss
+from lopsided.runtime.calls.output_rounds import outputs_of_rounds
+from lopsided.runtime.calls.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
+from lopsided.runtime.calls.programs import CallProgram, Programs
+from lopsided.runtime.calls.shapes import at_length
+from lopsided.runtime.live.moving import take_shares
+from lopsided.runtime.live.paced import Paced, check_replan
 from lopsided.runtime.out_of_memory import explain
-from lopsided.runtime.output_rounds import outputs_of_rounds
-from lopsided.runtime.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
-from lopsided.runtime.paced import Paced, check_replan
-from lopsided.runtime.parameter_hooks import ParameterHooks
-from lopsided.runtime.piece_tensors import plain, step_ends
-from lopsided.runtime.pieces import Piece, piece_of
-from lopsided.runtime.programs import CallProgram, Programs
+from lopsided.runtime.parameters import replicas
+from lopsided.runtime.parameters.adoption import Adopted, adopt, check_bare, check_not_inside, wrapped
+from lopsided.runtime.parameters.buffers import Buffers
+from lopsided.runtime.parameters.first_values import take_first_values
+from lopsided.runtime.parameters.handover import hand_over
+from lopsided.runtime.parameters.host_state import end_failed_steps, keep_on_host
+from lopsided.runtime.parameters.initial import initialise
+from lopsided.runtime.parameters.optimizers import watch_optimizers
+from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
+from lopsided.runtime.parameters.piece_tensors import plain, step_ends
+from lopsided.runtime.parameters.pieces import Piece, piece_of
+from lopsided.runtime.parameters.whole_model import save_whole
 from lopsided.runtime.progress import Announcer, about_plan, shown
 from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
-from lopsided.runtime.shapes import at_length
-from lopsided.runtime.whole_model import save_whole
 from lopsided.schedule.lower import lower
 from lopsided.schedule.regions import reruns_in
 from lopsided.schedule.stretches import most_nodes
@@ -255,7 +256,9 @@ class Parallel(nn.Module):
         self.watch = Watchdog(world, default_store(), timeout_s, side=self._side)
         weakref.finalize(self, self.watch.stop)
         self.watch.explains = partial(explain, weakref.ref(self))
-        self.wire = Communicator(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
+        self.communicator = (
+            Communicator(group, world.device, network, timeout_s=timeout_s, watch=self.watch) if group else None
+        )
         self.pieces = self._take_pieces(model, init, seed)
         self._form, self._programs = self._no_programs()
         self._constant_tensors: dict[int, Tensor] = {}
@@ -265,8 +268,8 @@ class Parallel(nn.Module):
         # The gradient that losses get: that of the last, which is mostly that of the next.
         self._upstream = torch.ones((), dtype=torch.float64, device=world.device)
         self._knows_upstream = False
-        if self.wire is not None:
-            self._exchange = Redistributor(self.wire, self.shares, network)
+        if self.communicator is not None:
+            self._exchange = Redistributor(self.communicator, self.shares, network)
             self._gradients = self._collector()
         self._all_on_host = self.largest(int(world.device.type != "cpu")) == 0
         self.recording: Recording | None = None
@@ -350,7 +353,7 @@ class Parallel(nn.Module):
         needed = {leaf.target for leaf in self._graph.leaves if leaf.kind == "buffer"}
         local = initialise(model, pieces, self.world.device, init=init, seed=seed, needed=needed)
         before = dict(model.named_parameters(remove_duplicate=False))
-        adopt(model, pieces, local, self.wire, partial(self.watch.call, bystanders=False))
+        adopt(model, pieces, local, self.communicator, partial(self.watch.call, bystanders=False))
         hand_over(before, dict(model.named_parameters(remove_duplicate=False)))
         self._hold(model, pieces)
         return pieces
@@ -392,7 +395,7 @@ class Parallel(nn.Module):
         made._hold(copy.deepcopy(self._model[0], memo), self.pieces)
         made._optimizers, made.recording = [], None
         made._last_loss = copy.copy(self._last_loss)
-        if self.wire is not None:
+        if self.communicator is not None:
             made._gradients = made._collector()
         made._every_module = list(made.modules())
         made._buffers_by_name = Buffers(made)
@@ -403,7 +406,7 @@ class Parallel(nn.Module):
         return made
 
     def _new_inputs(self) -> Inputs:
-        exchange = self._exchange if self.wire is not None else None
+        exchange = self._exchange if self.communicator is not None else None
         made = Inputs(self._graph, self.plan.program, self.world, exchange, self.plan.microbatches)
         made.table = self._table
         return made
@@ -439,7 +442,7 @@ class Parallel(nn.Module):
     def largest(self, number: int) -> int:
         """The largest of the numbers that the ranks which take part give; all of them call this."""
         told = torch.tensor([number])
-        if self.wire is not None and self.wire.size > 1:
+        if self.communicator is not None and self.communicator.size > 1:
             with waiting("the largest number of any rank"):
                 dist.all_reduce(told, dist.ReduceOp.MAX, group=self._side)
         return int(told)
@@ -475,16 +478,16 @@ class Parallel(nn.Module):
         is_forward_alone = self._form.is_forward_alone(given)
         if self.training and torch.is_grad_enabled() and is_forward_alone:
             return awaited_outputs(given, self._captured.returned, self.world.device)
-        if self.wire is None:
+        if self.communicator is None:
             return self._follow(has_loss=self._captured.has_loss and not is_forward_alone)
-        found, ran, cut = self._step(given, self.wire)
+        found, ran, cut = self._step(given, self.communicator)
         loss, *parts = self._handed_on(found, ran, cut)
         made = found.returned.rebuilt(loss, parts, has_loss=found.has_loss)
         return made if found.returned.loss is None else with_loss(made)
 
-    def _step(self, given: Given, wire: Communicator) -> tuple[CallProgram, RoundsRan, RowCut | None]:
+    def _step(self, given: Given, communicator: Communicator) -> tuple[CallProgram, RoundsRan, RowCut | None]:
         self._begin_step()
-        wire.recorder = self.recording.noting if self.recording is not None and self.training else None
+        communicator.recorder = self.recording.noting if self.recording is not None and self.training else None
         handed_out = self._handed_out.of(given.tensors.values())
         cut = self._inputs.cut_of(handed_out, given.tensors)
         signature = self._signature(given, cut)
@@ -518,7 +521,7 @@ class Parallel(nn.Module):
             ran = run_for_values(found.executor, self._gradients, trained, of_round)
         else:
             ran = run_rounds(found.executor, self._gradients, trained, of_round, self._upstream)
-        with wire.recorder.handshaking() if wire.recorder is not None else nullcontext():
+        with communicator.recorder.handshaking() if communicator.recorder is not None else nullcontext():
             self.watch.finish_handshake()
         # Every round has started from the same, and ends with the same.
         self._buffers_by_name.update(ran.rounds[-1].updates)
@@ -624,10 +627,10 @@ class Parallel(nn.Module):
             whole = pytree.tree_map_only(Tensor, lambda part: gather(part, self), (output, args, kwargs))
             loss: Tensor = self._loss_fn(whole[0], *whole[1], **whole[2])
             return loss
-        if self.wire is None:
+        if self.communicator is None:
             loss, awaited.parts = self._followed_loss(), self._no_rows()
         else:
-            found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs), self.wire)
+            found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs), self.communicator)
             loss, *awaited.parts = self._handed_on(found, ran, cut)
         return loss
 
@@ -641,7 +644,7 @@ class Parallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        if self.wire is not None:
+        if self.communicator is not None:
             self._gradients.forget()
 
     @contextmanager
@@ -680,7 +683,7 @@ class Parallel(nn.Module):
         """Called when an optimizer with parameters of this model is about to take a step."""
         if all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
-        if self.wire is not None and self._gradients.has_kept:
+        if self.communicator is not None and self._gradients.has_kept:
             raise TrainingError(
                 "the gradients were not synchronised: the last backward pass was under no_sync()",
                 where=self._here(),
@@ -692,9 +695,9 @@ class Parallel(nn.Module):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when it has taken it. Of several optimizers, the last to step for the first time ends a step."""
-        if self.recording is not None and self.wire is not None and optimizer is self._optimizers[-1]():
+        if self.recording is not None and self.communicator is not None and optimizer is self._optimizers[-1]():
             # What is sent between steps (a checkpoint, a comparison of replicas) belongs to none.
-            self.wire.recorder = None
+            self.communicator.recorder = None
             self.recording.after_update()
         if self._paced is not None and optimizer is self._optimizers[-1]():
             self._paced.step_done()
@@ -734,8 +737,8 @@ class Parallel(nn.Module):
         self.pieces.update(changed)
         self.__dict__["plan"] = plan
         self.shares = shares
-        if self.wire is not None:
-            self._exchange = Redistributor(self.wire, self.shares, Network(plan.on))
+        if self.communicator is not None:
+            self._exchange = Redistributor(self.communicator, self.shares, Network(plan.on))
             self._gradients = self._collector()
         self._form, self._programs = self._no_programs()
         self._inputs = self._new_inputs()
@@ -774,7 +777,7 @@ class Parallel(nn.Module):
     def before_saving(self) -> None:
         """What must hold before anything is saved: a finite loss, and replicas that are equal."""
         self._last_loss.check()
-        if self.wire is not None:
+        if self.communicator is not None:
             self._compare_replicas()
 
     def _compare_replicas(self) -> None:

@@ -48,10 +48,10 @@ from lopsided.planner.plan_data import Breakdown, Plan, SearchReport
 from lopsided.planner.plan_file import load_plan
 from lopsided.planner.search_cost import SharePrices
 from lopsided.runtime.agreement import in_group_order
-from lopsided.runtime.differences import differences
-from lopsided.runtime.norms import clip_grad_norm_
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.piece_tensors import plain, plain_gradient
+from lopsided.runtime.parameters.differences import differences
+from lopsided.runtime.parameters.norms import clip_grad_norm_
+from lopsided.runtime.parameters.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.rounds import Rounds, in_rounds, may_draw
 from lopsided.schedule.schedule import Decisions, OnHost, Rerun
@@ -241,11 +241,11 @@ def on_simulated_devices(subject: Subject, plan: Plan) -> Claim:
     return Claim("the plan: a step in float64", error, where, TOLERANCE)
 
 
-def prove(crew: WorkerPool, jobs: Sequence[ProcessesJob], progress: Callable[[], None] = lambda: None) -> list[Claim]:
+def prove(pool: WorkerPool, jobs: Sequence[ProcessesJob], progress: Callable[[], None] = lambda: None) -> list[Claim]:
     """A claim for each job, those of one name together in one: the worst."""
     found: dict[str, Claim] = {}
     for job in jobs:
-        for rank, (error, where) in enumerate(crew.run(compared, job)):
+        for rank, (error, where) in enumerate(pool.run(compared, job)):
             claim = Claim(job.what, error, f"{where}, rank {rank}", job.tolerance)
             if job.what not in found or not claim.error <= found[job.what].error:
                 found[job.what] = claim

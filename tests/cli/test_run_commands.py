@@ -207,7 +207,7 @@ def test_a_transformers_model_on_processes() -> None:
 
 def test_what_differs_ends_with_status_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     off = [Claim("the plan: a step in float64", 1e-3, "loss, rank 1", 1e-9)]
-    monkeypatch.setattr(cli_run, "prove", lambda crew, jobs, progress: off)
+    monkeypatch.setattr(cli_run, "prove", lambda pool, jobs, progress: off)
     monkeypatch.setattr(cli_run, "WorkerPool", lambda size, timeout_s: nullcontext())
     done = lopsided("verify", SPEC, "--plan", "one.json", "--processes")
     assert done.exit_code == 1
@@ -232,8 +232,8 @@ def saved(run: Run, folder: str) -> None:
     pm.close()
 
 
-def test_a_checkpoint_becomes_one_file(crews: Callable[[int], WorkerPool], tmp_path: Path) -> None:
-    crews(2).run(saved, classic(SPEC, "zero", Shares((0.6, 0.4))), str(tmp_path / "run"))
+def test_a_checkpoint_becomes_one_file(worker_pools: Callable[[int], WorkerPool], tmp_path: Path) -> None:
+    worker_pools(2).run(saved, classic(SPEC, "zero", Shares((0.6, 0.4))), str(tmp_path / "run"))
     done = lopsided("convert", tmp_path / "run", "-o", tmp_path / "model.safetensors")
     assert done.exit_code == 0, done.output
     assert f"written to {tmp_path}/model.safetensors, " in done.stdout

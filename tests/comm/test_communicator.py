@@ -1,6 +1,6 @@
-"""Every collective, every way, every dtype, pieces of every size: what one process would compute from all of them.
+"""Every collective, every algorithm, every dtype, pieces of every size: what one process would compute.
 
-The checks take a `Communicator` and run in every process of a crew, on gloo. What is done differently on NCCL runs on
+The checks take a `Communicator` and run in every process of a pool, on gloo. What is done differently on NCCL runs on
 threads that swap tensors as NCCL would (`Stage`), and for real where there are GPUs.
 """
 
@@ -28,7 +28,7 @@ from lopsided.comm.communicator import Communicator, Handle
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import ClusterError, RankError, WorldError
 
-WAYS = ("padded", "grouped", "all_to_all", "")
+ALGORITHMS = ("padded", "grouped", "all_to_all", "")
 HALF = (torch.float16, torch.bfloat16)
 ADDED = (torch.float64, torch.float32, *HALF, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16)
 MOVED = (*ADDED, torch.float8_e5m2, torch.uint8, torch.bool, torch.complex64)
@@ -50,13 +50,13 @@ def wired(device: str = "cpu", **options: Any) -> Communicator:
     return Communicator(group, torch.device(device), network(), **options)
 
 
-def holds(wire: Communicator, rank: int, count: int, dtype: torch.dtype) -> Tensor:
+def holds(communicator: Communicator, rank: int, count: int, dtype: torch.dtype) -> Tensor:
     """What a rank has: small whole numbers, whose sums all these dtypes hold exactly."""
-    return ((torch.arange(count) * 3 + rank) % 4).to(dtype).to(wire.device)
+    return ((torch.arange(count) * 3 + rank) % 4).to(dtype).to(communicator.device)
 
 
-def total(wire: Communicator, count: int, dtype: torch.dtype) -> Tensor:
-    every = [holds(wire, rank, count, dtype).double() for rank in range(wire.size)]
+def total(communicator: Communicator, count: int, dtype: torch.dtype) -> Tensor:
+    every = [holds(communicator, rank, count, dtype).double() for rank in range(communicator.size)]
     return torch.stack(every).sum(0).to(dtype)
 
 
@@ -68,97 +68,117 @@ def equal(one: Tensor, other: Tensor) -> bool:
 # Checks, run by every process at once. Each returns how many it made.
 
 
-def gathers(wire: Communicator) -> int:
-    cases = list(itertools.product(COUNTS[wire.size], WAYS, MOVED))
-    for counts, way, dtype in cases:
-        pieces = [holds(wire, rank, count, dtype) for rank, count in enumerate(counts)]
-        mine = pieces[wire.rank].clone()
-        assert equal(wire.all_gather(mine, counts, algorithm=way).wait(), torch.cat(pieces)), (counts, way, dtype)
-        out = torch.zeros(sum(counts), dtype=dtype, device=wire.device)
-        assert wire.all_gather(mine, counts, algorithm=way, out=out).wait() is out
-        assert equal(out, torch.cat(pieces)), (counts, way, dtype)
-        # From its own place in what is filled.
-        out = torch.zeros_like(out)
-        place = out.split(list(counts))[wire.rank]
-        place.copy_(mine)
-        assert equal(wire.all_gather(place, counts, algorithm=way, out=out).wait(), torch.cat(pieces)), (
+def gathers(communicator: Communicator) -> int:
+    cases = list(itertools.product(COUNTS[communicator.size], ALGORITHMS, MOVED))
+    for counts, algorithm, dtype in cases:
+        pieces = [holds(communicator, rank, count, dtype) for rank, count in enumerate(counts)]
+        mine = pieces[communicator.rank].clone()
+        assert equal(communicator.all_gather(mine, counts, algorithm=algorithm).wait(), torch.cat(pieces)), (
             counts,
-            way,
+            algorithm,
             dtype,
         )
-        assert equal(mine, pieces[wire.rank]), (counts, way, dtype)
+        out = torch.zeros(sum(counts), dtype=dtype, device=communicator.device)
+        assert communicator.all_gather(mine, counts, algorithm=algorithm, out=out).wait() is out
+        assert equal(out, torch.cat(pieces)), (counts, algorithm, dtype)
+        # From its own place in what is filled.
+        out = torch.zeros_like(out)
+        place = out.split(list(counts))[communicator.rank]
+        place.copy_(mine)
+        assert equal(communicator.all_gather(place, counts, algorithm=algorithm, out=out).wait(), torch.cat(pieces)), (
+            counts,
+            algorithm,
+            dtype,
+        )
+        assert equal(mine, pieces[communicator.rank]), (counts, algorithm, dtype)
     return len(cases)
 
 
-def scatters(wire: Communicator) -> int:
-    cases = list(itertools.product(COUNTS[wire.size], WAYS, ADDED))
-    for counts, way, dtype in cases:
-        whole = holds(wire, wire.rank, sum(counts), dtype)
-        piece = wire.reduce_scatter(whole, counts, algorithm=way).wait()
-        assert equal(piece, total(wire, sum(counts), dtype).split(list(counts))[wire.rank]), (counts, way, dtype)
+def scatters(communicator: Communicator) -> int:
+    cases = list(itertools.product(COUNTS[communicator.size], ALGORITHMS, ADDED))
+    for counts, algorithm, dtype in cases:
+        whole = holds(communicator, communicator.rank, sum(counts), dtype)
+        piece = communicator.reduce_scatter(whole, counts, algorithm=algorithm).wait()
+        assert equal(piece, total(communicator, sum(counts), dtype).split(list(counts))[communicator.rank]), (
+            counts,
+            algorithm,
+            dtype,
+        )
         assert piece.untyped_storage().nbytes() == piece.nbytes, "the piece keeps a larger buffer alive"
-        assert equal(whole, holds(wire, wire.rank, sum(counts), dtype)), "what was given has changed"
+        assert equal(whole, holds(communicator, communicator.rank, sum(counts), dtype)), "what was given has changed"
     return len(cases)
 
 
-def reduces(wire: Communicator) -> int:
+def reduces(communicator: Communicator) -> int:
     cases = list(itertools.product((0, 1, 4, 7, 24), ("ring", "tree", "scatter+gather", ""), ADDED))
-    for count, way, dtype in cases:
-        flat = holds(wire, wire.rank, count, dtype)
-        assert wire.all_reduce(flat, algorithm=way).wait() is flat
-        assert equal(flat, total(wire, count, dtype)), (count, way, dtype)
+    for count, algorithm, dtype in cases:
+        flat = holds(communicator, communicator.rank, count, dtype)
+        assert communicator.all_reduce(flat, algorithm=algorithm).wait() is flat
+        assert equal(flat, total(communicator, count, dtype)), (count, algorithm, dtype)
     for dtype in ADDED:
-        flat = holds(wire, wire.rank, 5, dtype)
-        every = [holds(wire, rank, 5, dtype).double() for rank in range(wire.size)]
-        assert wire.maximum(flat).wait() is flat
+        flat = holds(communicator, communicator.rank, 5, dtype)
+        every = [holds(communicator, rank, 5, dtype).double() for rank in range(communicator.size)]
+        assert communicator.maximum(flat).wait() is flat
         assert equal(flat, torch.stack(every).amax(0).to(dtype)), dtype
     # Complex numbers by their parts.
-    phases = torch.tensor([1 + 2j, 3 - 1j, -1j], device=wire.device)
-    turns = wire.size * (wire.size + 1) / 2
-    counts = [3, *[0] * (wire.size - 1)]
-    piece = wire.reduce_scatter(phases * (wire.rank + 1), counts).wait()
-    assert equal(piece, phases[: counts[wire.rank]] * turns)
-    assert equal(wire.all_reduce(phases * (wire.rank + 1)).wait(), phases * turns)
+    phases = torch.tensor([1 + 2j, 3 - 1j, -1j], device=communicator.device)
+    turns = communicator.size * (communicator.size + 1) / 2
+    counts = [3, *[0] * (communicator.size - 1)]
+    piece = communicator.reduce_scatter(phases * (communicator.rank + 1), counts).wait()
+    assert equal(piece, phases[: counts[communicator.rank]] * turns)
+    assert equal(communicator.all_reduce(phases * (communicator.rank + 1)).wait(), phases * turns)
     # Any of them.
-    flags = torch.tensor([False, wire.rank == 0, True], device=wire.device)
-    assert wire.all_reduce(flags).wait().tolist() == [False, True, True]
+    flags = torch.tensor([False, communicator.rank == 0, True], device=communicator.device)
+    assert communicator.all_reduce(flags).wait().tolist() == [False, True, True]
     return len(cases)
 
 
-def moves(wire: Communicator) -> int:
-    size, checked = wire.size, 0
+def moves(communicator: Communicator) -> int:
+    size, checked = communicator.size, 0
     for dtype in MOVED:
         for source in range(size):
-            flat = holds(wire, wire.rank, 5, dtype)
-            assert wire.broadcast(flat, source).wait() is flat
-            assert equal(flat, holds(wire, source, 5, dtype)), (source, dtype)
+            flat = holds(communicator, communicator.rank, 5, dtype)
+            assert communicator.broadcast(flat, source).wait() is flat
+            assert equal(flat, holds(communicator, source, 5, dtype)), (source, dtype)
         # How many elements go from whom to whom: some to oneself, none along some ways, none at all.
         for goes in (lambda a, b: (a * 3 + b) % 4, lambda a, b: a == 0 and b == 1, lambda a, b: a == b, lambda a, b: 0):
-            give = [int(goes(wire.rank, peer)) for peer in range(size)]
-            take = [int(goes(peer, wire.rank)) for peer in range(size)]
-            sent = holds(wire, wire.rank, sum(give), dtype)
+            give = [int(goes(communicator.rank, peer)) for peer in range(size)]
+            take = [int(goes(peer, communicator.rank)) for peer in range(size)]
+            sent = holds(communicator, communicator.rank, sum(give), dtype)
             expected = []
             for peer in range(size):
                 theirs = [int(goes(peer, other)) for other in range(size)]
-                expected.append(holds(wire, peer, sum(theirs), dtype).split(theirs)[wire.rank])
-            assert equal(wire.all_to_all(sent, give, take).wait(), torch.cat(expected)), (give, dtype)
+                expected.append(holds(communicator, peer, sum(theirs), dtype).split(theirs)[communicator.rank])
+            assert equal(communicator.all_to_all(sent, give, take).wait(), torch.cat(expected)), (give, dtype)
             checked += 1
     return checked
 
 
-def all_in_flight(wire: Communicator) -> int:
+def all_in_flight(communicator: Communicator) -> int:
     """Started one after the other, waited for in another order."""
-    counts = COUNTS[wire.size][0]
+    counts = COUNTS[communicator.size][0]
     length = sum(counts)
     under_way: list[tuple[Handle, Tensor]] = []
-    for way, dtype in itertools.product(WAYS, (torch.float32, torch.bfloat16, torch.float8_e4m3fn)):
-        pieces = [holds(wire, rank, count, dtype) for rank, count in enumerate(counts)]
-        under_way.append((wire.all_gather(pieces[wire.rank], counts, algorithm=way), torch.cat(pieces)))
-        whole = holds(wire, wire.rank, length, dtype)
-        summed = total(wire, length, dtype)
-        under_way.append((wire.reduce_scatter(whole, counts, algorithm=way), summed.split(list(counts))[wire.rank]))
-        under_way.append((wire.all_reduce(holds(wire, wire.rank, length, dtype)), summed))
-        under_way.append((wire.broadcast(holds(wire, wire.rank, 3, dtype), 1), holds(wire, 1, 3, dtype)))
+    for algorithm, dtype in itertools.product(ALGORITHMS, (torch.float32, torch.bfloat16, torch.float8_e4m3fn)):
+        pieces = [holds(communicator, rank, count, dtype) for rank, count in enumerate(counts)]
+        under_way.append(
+            (communicator.all_gather(pieces[communicator.rank], counts, algorithm=algorithm), torch.cat(pieces))
+        )
+        whole = holds(communicator, communicator.rank, length, dtype)
+        summed = total(communicator, length, dtype)
+        under_way.append(
+            (
+                communicator.reduce_scatter(whole, counts, algorithm=algorithm),
+                summed.split(list(counts))[communicator.rank],
+            )
+        )
+        under_way.append((communicator.all_reduce(holds(communicator, communicator.rank, length, dtype)), summed))
+        under_way.append(
+            (
+                communicator.broadcast(holds(communicator, communicator.rank, 3, dtype), 1),
+                holds(communicator, 1, 3, dtype),
+            )
+        )
     for handle, expected in reversed(under_way):
         result = handle.wait()
         assert equal(result, expected)
@@ -166,32 +186,42 @@ def all_in_flight(wire: Communicator) -> int:
     return len(under_way)
 
 
-def parameters(wire: Communicator) -> None:
+def parameters(communicator: Communicator) -> None:
     """What trains is sent as it is, and nothing of it is recorded."""
-    counts = COUNTS[wire.size][0]
-    for way in WAYS:
-        piece = torch.ones(counts[wire.rank], device=wire.device, requires_grad=True)
-        assert not wire.all_gather(piece, counts, algorithm=way).wait().requires_grad
-        whole = torch.ones(sum(counts), device=wire.device, requires_grad=True)
-        assert not wire.reduce_scatter(whole, counts, algorithm=way).wait().requires_grad
+    counts = COUNTS[communicator.size][0]
+    for algorithm in ALGORITHMS:
+        piece = torch.ones(counts[communicator.rank], device=communicator.device, requires_grad=True)
+        assert not communicator.all_gather(piece, counts, algorithm=algorithm).wait().requires_grad
+        whole = torch.ones(sum(counts), device=communicator.device, requires_grad=True)
+        assert not communicator.reduce_scatter(whole, counts, algorithm=algorithm).wait().requires_grad
     with torch.inference_mode():
-        assert wire.all_reduce(torch.ones(3, device=wire.device)).wait().tolist() == [wire.size] * 3
+        assert (
+            communicator.all_reduce(torch.ones(3, device=communicator.device)).wait().tolist()
+            == [communicator.size] * 3
+        )
 
 
-def half_precision(wire: Communicator) -> None:
-    count, spread = 512, wire.size + 1
-    for dtype, way in itertools.product(HALF, WAYS[:3]):
+def half_precision(communicator: Communicator) -> None:
+    count, spread = 512, communicator.size + 1
+    for dtype, algorithm in itertools.product(HALF, ALGORITHMS[:3]):
         draws = [
-            torch.randn(count * wire.size, generator=torch.Generator().manual_seed(rank)) for rank in range(wire.size)
+            torch.randn(count * communicator.size, generator=torch.Generator().manual_seed(rank))
+            for rank in range(communicator.size)
         ]
         rounded = [draw.to(dtype) for draw in draws]
-        place = slice(wire.rank * count, (wire.rank + 1) * count)
+        place = slice(communicator.rank * count, (communicator.rank + 1) * count)
         exact = torch.stack([part[place].double() for part in rounded]).sum(0)
         # Every partial sum a library makes is rounded once, by half a unit in the last place.
         most = torch.stack([part[place].double().abs() for part in rounded]).sum(0) * torch.finfo(dtype).eps / 2
-        piece = wire.reduce_scatter(rounded[wire.rank].to(wire.device), [count] * wire.size, algorithm=way).wait().cpu()
-        assert ((piece.double() - exact).abs() <= most * spread).all(), (dtype, way)
-        if way == "all_to_all":
+        piece = (
+            communicator.reduce_scatter(
+                rounded[communicator.rank].to(communicator.device), [count] * communicator.size, algorithm=algorithm
+            )
+            .wait()
+            .cpu()
+        )
+        assert ((piece.double() - exact).abs() <= most * spread).all(), (dtype, algorithm)
+        if algorithm == "all_to_all":
             assert torch.equal(piece, torch.stack([part[place].float() for part in rounded]).sum(0).to(dtype)), dtype
 
 
@@ -211,22 +241,22 @@ each_check = pytest.mark.parametrize("check", [check.__name__ for check in CHECK
 
 @pytest.mark.parametrize("size", SIZES)
 @each_check
-def test_on_gloo(crews: Callable[[int], WorkerPool], check: str, size: int) -> None:
-    made = crews(size).run(checked, check)
+def test_on_gloo(worker_pools: Callable[[int], WorkerPool], check: str, size: int) -> None:
+    made = worker_pools(size).run(checked, check)
     assert len(set(made)) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @each_check
-def test_cuda_tensors_over_gloo(crews: Callable[[int], WorkerPool], check: str) -> None:
-    made = crews(3).run(checked, check, "cuda:0")
+def test_cuda_tensors_over_gloo(worker_pools: Callable[[int], WorkerPool], check: str) -> None:
+    made = worker_pools(3).run(checked, check, "cuda:0")
     assert len(set(made)) == 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @each_check
-def test_on_nccl(crews: Callable[[int], WorkerPool], check: str) -> None:
-    made = crews(min(torch.cuda.device_count(), 4)).run(checked, check, "cuda", "nccl")
+def test_on_nccl(worker_pools: Callable[[int], WorkerPool], check: str) -> None:
+    made = worker_pools(min(torch.cuda.device_count(), 4)).run(checked, check, "cuda", "nccl")
     assert len(set(made)) == 1
 
 
@@ -236,13 +266,13 @@ def nccl_calls() -> bool:
     lane = NcclBackend(dist.new_group(backend="nccl", device_id=place), place, timedelta(seconds=60))
     full, empty = torch.arange(6.0, device=place), lambda: torch.zeros(6, device=place)
     flights: list[tuple[Flight, Tensor]] = []
-    for way in WAYS[:3]:
+    for algorithm in ALGORITHMS[:3]:
         gathered, scattered = empty(), empty()
-        flights.append((lane.all_gather(full, gathered, [6], way), gathered))
-        flights.append((lane.reduce_scatter(full, scattered, [6], way), scattered))
-    for way in ("ring", "scatter+gather"):
+        flights.append((lane.all_gather(full, gathered, [6], algorithm), gathered))
+        flights.append((lane.reduce_scatter(full, scattered, [6], algorithm), scattered))
+    for algorithm in ("ring", "scatter+gather"):
         flat = full.clone()
-        flights.append(((lane.all_reduce(flat, way), None), flat))
+        flights.append(((lane.all_reduce(flat, algorithm), None), flat))
     for (works, finish), result in flights:
         for work in works:
             work.wait()
@@ -253,8 +283,8 @@ def nccl_calls() -> bool:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a GPU and NCCL")
-def test_nccl_takes_the_calls(crews: Callable[[int], WorkerPool]) -> None:
-    assert crews(1).run(nccl_calls) == [True]
+def test_nccl_takes_the_calls(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert worker_pools(1).run(nccl_calls) == [True]
 
 
 class Stage:
@@ -346,65 +376,68 @@ def alone() -> Communicator:
 
 
 def test_one_device_sends_nothing_and_copies_nothing() -> None:
-    wire = alone()
+    communicator = alone()
     flat = torch.arange(4.0)
     handles = [
-        wire.all_reduce(flat),
-        wire.maximum(flat),
-        wire.broadcast(flat, 0),
-        wire.all_gather(flat, [4]),
-        wire.reduce_scatter(flat, [4]),
-        wire.all_to_all(flat, [4], [4]),
+        communicator.all_reduce(flat),
+        communicator.maximum(flat),
+        communicator.broadcast(flat, 0),
+        communicator.all_gather(flat, [4]),
+        communicator.reduce_scatter(flat, [4]),
+        communicator.all_to_all(flat, [4], [4]),
     ]
     assert all(handle.wait() is flat for handle in handles)
     out = torch.zeros(4)
-    assert wire.all_gather(flat, [4], out=out).wait() is out
+    assert communicator.all_gather(flat, [4], out=out).wait() is out
     assert torch.equal(out, flat)
-    assert (wire.sent_bytes, wire.waited_s) == (0, 0.0)
+    assert (communicator.sent_bytes, communicator.waited_s) == (0, 0.0)
 
 
 class Asked:
     """A network that is asked, and answers what it was told to."""
 
-    def __init__(self, way: str) -> None:
-        self.way, self.questions = way, []
+    def __init__(self, algorithm: str) -> None:
+        self.algorithm, self.questions = algorithm, []
 
     def best(self, *question: Any) -> SimpleNamespace:
         self.questions.append(question)
-        return SimpleNamespace(implementation=self.way)
+        return SimpleNamespace(implementation=self.algorithm)
 
 
 def asks() -> list[tuple[Any, ...]]:
-    wire, told = wired(), Asked("all_to_all")
-    wire.network = told  # type: ignore[assignment]
+    communicator, told = wired(), Asked("all_to_all")
+    communicator.network = told  # type: ignore[assignment]
     counts = [6, 2]
-    assert wire.all_gather(torch.ones(counts[wire.rank]), counts).wait().sum() == 8
-    assert wire.reduce_scatter(torch.ones(8, dtype=torch.float64), counts).wait().sum() == 2 * counts[wire.rank]
-    assert wire.sent_bytes == 4 * counts[wire.rank] + 8 * counts[1 - wire.rank]
-    told.way = "ring"
-    wire.all_reduce(torch.ones(8)).wait()
-    assert wire.waited_s > 0
+    assert communicator.all_gather(torch.ones(counts[communicator.rank]), counts).wait().sum() == 8
+    assert (
+        communicator.reduce_scatter(torch.ones(8, dtype=torch.float64), counts).wait().sum()
+        == 2 * counts[communicator.rank]
+    )
+    assert communicator.sent_bytes == 4 * counts[communicator.rank] + 8 * counts[1 - communicator.rank]
+    told.algorithm = "ring"
+    communicator.all_reduce(torch.ones(8)).wait()
+    assert communicator.waited_s > 0
     return told.questions
 
 
-def test_the_network_chooses(crews: Callable[[int], WorkerPool]) -> None:
+def test_the_network_chooses(worker_pools: Callable[[int], WorkerPool]) -> None:
     asked = [("all_gather", 32, 1.5), ("reduce_scatter", 64, 1.5), ("all_reduce", 32, 1.0)]
-    assert crews(2).run(asks) == [asked, asked]
+    assert worker_pools(2).run(asks) == [asked, asked]
 
 
 def refused() -> list[str]:
     """Nothing of it is started, so that the other processes do not wait."""
-    wire, said = wired(), []
+    communicator, said = wired(), []
     wrong: list[Callable[[], object]] = [
-        lambda: wire.all_gather(torch.ones(3), [4, 4], what="w1"),
-        lambda: wire.all_gather(torch.ones(4), [4, 4], out=torch.ones(7)),
-        lambda: wire.all_gather(torch.ones(4), [4, 4, 4]),
-        lambda: wire.reduce_scatter(torch.ones(7), [4, 4]),
-        lambda: wire.all_to_all(torch.ones(7), [4, 4], [4, 4]),
-        lambda: wire.all_reduce(torch.ones(2, dtype=torch.uint64), what="phases"),
-        lambda: wire.all_reduce(torch.ones(2), algorithm="padded"),
-        lambda: wire.all_gather(torch.ones(4), [4, 4], algorithm="ring"),
-        lambda: wire.maximum(torch.ones(2, dtype=torch.complex64), what="phases"),
+        lambda: communicator.all_gather(torch.ones(3), [4, 4], what="w1"),
+        lambda: communicator.all_gather(torch.ones(4), [4, 4], out=torch.ones(7)),
+        lambda: communicator.all_gather(torch.ones(4), [4, 4, 4]),
+        lambda: communicator.reduce_scatter(torch.ones(7), [4, 4]),
+        lambda: communicator.all_to_all(torch.ones(7), [4, 4], [4, 4]),
+        lambda: communicator.all_reduce(torch.ones(2, dtype=torch.uint64), what="phases"),
+        lambda: communicator.all_reduce(torch.ones(2), algorithm="padded"),
+        lambda: communicator.all_gather(torch.ones(4), [4, 4], algorithm="ring"),
+        lambda: communicator.maximum(torch.ones(2, dtype=torch.complex64), what="phases"),
     ]
     for attempt in wrong:
         try:
@@ -415,8 +448,8 @@ def refused() -> list[str]:
     return said
 
 
-def test_what_cannot_be_is_refused(crews: Callable[[int], WorkerPool]) -> None:
-    said = crews(2).run(refused)[1]
+def test_what_cannot_be_is_refused(worker_pools: Callable[[int], WorkerPool]) -> None:
+    said = worker_pools(2).run(refused)[1]
     assert said[0].startswith("w1: 3 elements where 4 were agreed on\n  where   rank 1 of 2")
     assert said[2].startswith("a collective: 3 counts for 2 devices")
     assert said[5].startswith("phases: torch.uint64 cannot be added up")
@@ -430,8 +463,8 @@ def without_a_backend() -> str:
     return str(error.value)
 
 
-def test_a_device_the_group_cannot_serve(crews: Callable[[int], WorkerPool]) -> None:
-    assert crews(2).run(without_a_backend)[0].startswith("the process group cannot carry meta tensors")
+def test_a_device_the_group_cannot_serve(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert worker_pools(2).run(without_a_backend)[0].startswith("the process group cannot carry meta tensors")
 
 
 class Witness:
@@ -451,16 +484,16 @@ class Witness:
         return RankError(f"rank 1 ended during {what}", do="see its output")
 
 
-def leaves(way: str, watched: bool) -> tuple[list[str], list[str]]:
-    """Rank 1 ends; what rank 0 says in a collective under way, when asked again, and when it starts another."""
+def leaves(algorithm: str, watched: bool) -> tuple[list[str], list[str]]:
+    """Rank 1 ends; what rank 0 says in a collective under algorithm, when asked again, and when it starts another."""
     witness = Witness()
-    wire, store = wired(watch=witness if watched else None), dist.distributed_c10d._get_default_store()
-    if wire.rank == 1:
+    communicator, store = wired(watch=witness if watched else None), dist.distributed_c10d._get_default_store()
+    if communicator.rank == 1:
         store.wait(["rank 0 has started it"])
         os._exit(0)
-    said, handle = [], wire.all_gather(torch.ones(2**20), [2**20, 1], what="layer 3", algorithm=way)
+    said, handle = [], communicator.all_gather(torch.ones(2**20), [2**20, 1], what="layer 3", algorithm=algorithm)
     store.set("rank 0 has started it", "")
-    for attempt in (handle.wait, handle.wait, lambda: wire.all_reduce(torch.ones(4), what="norm").wait()):
+    for attempt in (handle.wait, handle.wait, lambda: communicator.all_reduce(torch.ones(4), what="norm").wait()):
         try:
             attempt()
         except RankError as error:
@@ -468,10 +501,10 @@ def leaves(way: str, watched: bool) -> tuple[list[str], list[str]]:
     return said, witness.seen
 
 
-@pytest.mark.parametrize("way", WAYS[:3])
-def test_a_process_that_ends_is_told(way: str) -> None:
-    with WorkerPool(2) as crew:
-        (fine, outcome), _ = crew.outcomes(leaves, way, False)
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:3])
+def test_a_process_that_ends_is_told(algorithm: str) -> None:
+    with WorkerPool(2) as pool:
+        (fine, outcome), _ = pool.outcomes(leaves, algorithm, False)
     assert fine, outcome
     again, said = outcome[0][:2], outcome[0][2]
     assert again[0] == again[1]
@@ -482,8 +515,8 @@ def test_a_process_that_ends_is_told(way: str) -> None:
 
 
 def test_the_watch_explains() -> None:
-    with WorkerPool(2) as crew:
-        (fine, outcome), _ = crew.outcomes(leaves, "padded", True)
+    with WorkerPool(2) as pool:
+        (fine, outcome), _ = pool.outcomes(leaves, "padded", True)
     assert fine, outcome
     said, seen = outcome
     assert said[0].startswith("rank 1 ended during layer 3")
@@ -491,27 +524,27 @@ def test_the_watch_explains() -> None:
     assert "explain norm" in seen
 
 
-def stays_away(way: str) -> str:
-    wire = wired(timeout_s=0.5)
-    if wire.rank == 1:
+def stays_away(algorithm: str) -> str:
+    communicator = wired(timeout_s=0.5)
+    if communicator.rank == 1:
         time.sleep(3)
         return ""
     with pytest.raises(RankError) as error:
-        wire.all_gather(torch.ones(2), [2, 1], what="layer 3", algorithm=way).wait()
+        communicator.all_gather(torch.ones(2), [2, 1], what="layer 3", algorithm=algorithm).wait()
     return str(error.value)
 
 
-@pytest.mark.parametrize("way", ["grouped", "all_to_all"])
-def test_a_process_that_stays_away_is_not_waited_for_longer_than_the_timeout(way: str) -> None:
-    with WorkerPool(2) as crew:
-        assert crew.run(stays_away, way)[0].startswith("layer 3 did not finish: ")
+@pytest.mark.parametrize("algorithm", ["grouped", "all_to_all"])
+def test_a_process_that_stays_away_is_not_waited_for_longer_than_the_timeout(algorithm: str) -> None:
+    with WorkerPool(2) as pool:
+        assert pool.run(stays_away, algorithm)[0].startswith("layer 3 did not finish: ")
 
 
 def test_own_trouble_is_not_blamed_on_others() -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
-    wire = Communicator(Actor(Stage(2), 0), torch.device("cpu"), network())  # type: ignore[arg-type]
-    wire._backend.empty = full  # type: ignore[assignment]
+    communicator = Communicator(Actor(Stage(2), 0), torch.device("cpu"), network())  # type: ignore[arg-type]
+    communicator._backend.empty = full  # type: ignore[assignment]
     with pytest.raises(torch.OutOfMemoryError):
-        wire.all_gather(torch.ones(1), [1, 2], algorithm="padded")
+        communicator.all_gather(torch.ones(1), [1, 2], algorithm="padded")

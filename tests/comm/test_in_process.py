@@ -41,13 +41,13 @@ def holds(rank: int, count: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def test_collectives(counts: tuple[int, ...], dtype: torch.dtype) -> None:
     total, size = sum(counts), len(counts)
 
-    def run(wire: InProcessCommunicator) -> list[Tensor]:
-        rank, mine = wire.rank, holds(wire.rank, total, dtype)
-        sums = wire.all_reduce(mine.clone(), what="a sum")
-        whole = wire.all_gather(holds(rank, counts[rank], dtype), counts, what="a gather")
-        piece = wire.reduce_scatter(mine, counts, what="a scatter")
-        swapped = wire.all_to_all(holds(rank, total, dtype), counts, [counts[rank]] * size, what="an exchange")
-        copied = wire.broadcast(mine.clone(), 1, what="a copy")
+    def run(communicator: InProcessCommunicator) -> list[Tensor]:
+        rank, mine = communicator.rank, holds(communicator.rank, total, dtype)
+        sums = communicator.all_reduce(mine.clone(), what="a sum")
+        whole = communicator.all_gather(holds(rank, counts[rank], dtype), counts, what="a gather")
+        piece = communicator.reduce_scatter(mine, counts, what="a scatter")
+        swapped = communicator.all_to_all(holds(rank, total, dtype), counts, [counts[rank]] * size, what="an exchange")
+        copied = communicator.broadcast(mine.clone(), 1, what="a copy")
         # In any order; and again the same when asked again.
         found = [handle.wait() for handle in (copied, swapped, piece, whole, sums)]
         assert found[0] is copied.wait()
@@ -65,12 +65,12 @@ def test_collectives(counts: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_the_largest_and_a_gather_into_memory_that_is_given() -> None:
-    def run(wire: InProcessCommunicator) -> tuple[Tensor, Tensor]:
+    def run(communicator: InProcessCommunicator) -> tuple[Tensor, Tensor]:
         out = torch.zeros(4)
-        mine = out[wire.rank * 2 : wire.rank * 2 + 2].fill_(wire.rank + 1)
-        whole = wire.all_gather(mine, (2, 2), out=out).wait()
+        mine = out[communicator.rank * 2 : communicator.rank * 2 + 2].fill_(communicator.rank + 1)
+        whole = communicator.all_gather(mine, (2, 2), out=out).wait()
         assert whole is out
-        return wire.maximum(torch.tensor([1.0, -2.0]) * (1 - 2 * wire.rank)).wait(), whole
+        return communicator.maximum(torch.tensor([1.0, -2.0]) * (1 - 2 * communicator.rank)).wait(), whole
 
     for largest, whole in run_ranks(2, CPU, run):
         assert largest.tolist() == [1.0, 2.0]
@@ -80,9 +80,16 @@ def test_the_largest_and_a_gather_into_memory_that_is_given() -> None:
 def test_a_rank_alone_copies_nothing_and_starts_no_thread() -> None:
     x, before = torch.ones(3), threading.active_count()
 
-    def run(wire: InProcessCommunicator) -> bool:
-        made = (wire.all_reduce(x), wire.all_gather(x, (3,)), wire.reduce_scatter(x, (3,)), wire.broadcast(x, 0))
-        return all(handle.wait() is x for handle in (*made, wire.maximum(x), wire.all_to_all(x, (3,), (3,))))
+    def run(communicator: InProcessCommunicator) -> bool:
+        made = (
+            communicator.all_reduce(x),
+            communicator.all_gather(x, (3,)),
+            communicator.reduce_scatter(x, (3,)),
+            communicator.broadcast(x, 0),
+        )
+        return all(
+            handle.wait() is x for handle in (*made, communicator.maximum(x), communicator.all_to_all(x, (3,), (3,)))
+        )
 
     assert run_ranks(1, CPU, run) == [True]
     assert threading.active_count() == before
@@ -90,12 +97,16 @@ def test_a_rank_alone_copies_nothing_and_starts_no_thread() -> None:
 
 def test_sums_are_taken_in_the_order_of_the_ranks() -> None:
     terms = (1e16, 1.0, -1e16, 1.0)
-    found = run_ranks(4, CPU, lambda wire: wire.all_reduce(torch.tensor([terms[wire.rank]]).double()).wait().item())
+    found = run_ranks(
+        4,
+        CPU,
+        lambda communicator: communicator.all_reduce(torch.tensor([terms[communicator.rank]]).double()).wait().item(),
+    )
     assert found == [((terms[0] + terms[1]) + terms[2]) + terms[3]] * 4
 
 
 def test_threads_are_kept_for_the_next_run() -> None:
-    names = [run_ranks(4, CPU, lambda wire: threading.current_thread().name) for _ in range(3)]
+    names = [run_ranks(4, CPU, lambda communicator: threading.current_thread().name) for _ in range(3)]
     assert len({name for run in names for name in run[1:]}) <= 6
     assert {run[0] for run in names} == {threading.current_thread().name}
 
@@ -121,31 +132,31 @@ def test_the_state_of_the_caller_is_that_of_every_rank() -> None:
 def test_an_error_of_one_rank_ends_all(failing: int, at: int) -> None:
     ended = []
 
-    def run(wire: InProcessCommunicator) -> None:
+    def run(communicator: InProcessCommunicator) -> None:
         try:
             for k in range(3):
-                if k == at and wire.rank == failing:
+                if k == at and communicator.rank == failing:
                     raise KeyError(f"rank {failing}")
-                wire.all_reduce(torch.ones(2)).wait()
+                communicator.all_reduce(torch.ones(2)).wait()
         finally:
-            ended.append(wire.rank)
+            ended.append(communicator.rank)
 
     with pytest.raises(KeyError, match=f"rank {failing}"):
         run_ranks(3, CPU, run)
     assert len(set(ended)) == len(ended)
     # The threads are free again.
-    assert run_ranks(3, CPU, lambda wire: wire.rank) == [0, 1, 2]
+    assert run_ranks(3, CPU, lambda communicator: communicator.rank) == [0, 1, 2]
 
 
 def test_an_error_going_backward_ends_all() -> None:
-    def run(wire: InProcessCommunicator) -> None:
+    def run(communicator: InProcessCommunicator) -> None:
         x = torch.ones(2, requires_grad=True)
         y = x * 2
 
         def hook(gradient: Tensor) -> Tensor:
-            if wire.rank == 1:
+            if communicator.rank == 1:
                 raise ValueError("no gradient here")
-            return wire.all_reduce(gradient.clone()).wait()
+            return communicator.all_reduce(gradient.clone()).wait()
 
         y.register_hook(hook)
         y.sum().backward()
@@ -155,8 +166,8 @@ def test_an_error_going_backward_ends_all() -> None:
 
 
 def test_ranks_that_start_different_collectives_are_told() -> None:
-    def run(wire: InProcessCommunicator) -> None:
-        wire.all_reduce(torch.ones(2), what=f"w{wire.rank // 2}").wait()
+    def run(communicator: InProcessCommunicator) -> None:
+        communicator.all_reduce(torch.ones(2), what=f"w{communicator.rank // 2}").wait()
 
     with pytest.raises(WorldError, match="rank 2 starts all_reduce of w1 where another starts all_reduce of w0"):
         run_ranks(3, CPU, run)
@@ -164,9 +175,9 @@ def test_ranks_that_start_different_collectives_are_told() -> None:
 
 @pytest.mark.parametrize("leaving", range(3))
 def test_a_rank_that_does_not_take_part_is_noticed(leaving: int) -> None:
-    def run(wire: InProcessCommunicator) -> None:
-        if wire.rank != leaving:
-            wire.all_reduce(torch.ones(2), what="w").wait()
+    def run(communicator: InProcessCommunicator) -> None:
+        if communicator.rank != leaving:
+            communicator.all_reduce(torch.ones(2), what="w").wait()
 
     with pytest.raises(WorldError, match=r"wait for each other for ever: .* waits for all_reduce of w"):
         run_ranks(3, CPU, run)
@@ -174,14 +185,14 @@ def test_a_rank_that_does_not_take_part_is_noticed(leaving: int) -> None:
 
 def test_counts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(WorldError, match="3 elements where 2 were agreed on"):
-        run_ranks(2, CPU, lambda wire: wire.all_gather(torch.ones(3), (2, 2)).wait())
+        run_ranks(2, CPU, lambda communicator: communicator.all_gather(torch.ones(3), (2, 2)).wait())
 
 
 def test_a_forked_process_has_threads_of_its_own() -> None:
-    run_ranks(3, CPU, lambda wire: wire.rank)
+    run_ranks(3, CPU, lambda communicator: communicator.rank)
     child = os.fork()
     if child == 0:
-        os._exit(0 if run_ranks(3, CPU, lambda wire: wire.rank) == [0, 1, 2] else 1)
+        os._exit(0 if run_ranks(3, CPU, lambda communicator: communicator.rank) == [0, 1, 2] else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 

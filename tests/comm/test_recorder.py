@@ -60,10 +60,10 @@ def recorded(program: Program, order: tuple[int, ...], path: str) -> tuple[list[
 
 
 @pytest.mark.parametrize("name", ["dp", "zero", "zero-again"])
-def test_everything_that_a_step_does_is_noted(crews: object, name: str, tmp_path: Path) -> None:
-    crew: WorkerPool = crews(3)  # type: ignore[operator]
+def test_everything_that_a_step_does_is_noted(worker_pools: object, name: str, tmp_path: Path) -> None:
+    pool: WorkerPool = worker_pools(3)  # type: ignore[operator]
     program = classic(SPEC, name, SHARES)
-    told = crew.run(recorded, program, (0,), str(tmp_path / "run.json"))
+    told = pool.run(recorded, program, (0,), str(tmp_path / "run.json"))
     assert [bool(text) for _, text in told] == [True, False, False]
     run: Run = parse_run(told[0][1])
     assert load_run(tmp_path / "run.json") == run
@@ -86,10 +86,10 @@ def test_everything_that_a_step_does_is_noted(crews: object, name: str, tmp_path
     assert all(line.measured > 0 for line in (*found.busy, *found.collectives))
 
 
-def test_recording_does_not_change_what_is_computed(crews: object) -> None:
-    crew: WorkerPool = crews(3)  # type: ignore[operator]
+def test_recording_does_not_change_what_is_computed(worker_pools: object) -> None:
+    pool: WorkerPool = worker_pools(3)  # type: ignore[operator]
     program = classic(SPEC, "zero", SHARES)
-    plain, noted = (crew.run(recorded, program, order, "")[0][0] for order in ((), (0,)))
+    plain, noted = (pool.run(recorded, program, order, "")[0][0] for order in ((), (0,)))
     assert plain == noted
 
 

@@ -42,8 +42,8 @@ def told_on_every_rank(verbose: bool) -> str:
     return stderr.getvalue()
 
 
-def test_one_rank_tells_all_of_it_and_others_a_line(crews: Callable[[int], WorkerPool]) -> None:
-    whole, line = sorted(crews(2).run(told_on_every_rank, False), key=len, reverse=True)
+def test_one_rank_tells_all_of_it_and_others_a_line(worker_pools: Callable[[int], WorkerPool]) -> None:
+    whole, line = sorted(worker_pools(2).run(told_on_every_rank, False), key=len, reverse=True)
     assert "there are no shares" in whole
     assert "  do      give one share per device" in whole
     assert "test_uncaught.py" in whole
@@ -53,8 +53,8 @@ def test_one_rank_tells_all_of_it_and_others_a_line(crews: Callable[[int], Worke
     assert "tells more" in line
 
 
-def test_every_rank_tells_everything_where_that_is_wanted(crews: Callable[[int], WorkerPool]) -> None:
-    assert all("placement.py" in text for text in crews(2).run(told_on_every_rank, True))
+def test_every_rank_tells_everything_where_that_is_wanted(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert all("placement.py" in text for text in worker_pools(2).run(told_on_every_rank, True))
 
 
 def test_a_trace_without_lines_of_the_script_stays() -> None:

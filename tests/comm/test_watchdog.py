@@ -64,7 +64,7 @@ def test_a_reason_is_one_line_with_its_place() -> None:
     assert reason_of(LopsidedError("what", where="here"), None) == "LopsidedError: what"
 
 
-# Ranks of a crew
+# Ranks of a pool
 
 
 def beat() -> tuple[int, str]:
@@ -88,8 +88,8 @@ def beat() -> tuple[int, str]:
     return there.beat, f"{there} / {ended.ended}"
 
 
-def test_heartbeats(crews: Callable[[int], WorkerPool]) -> None:
-    for beats, told in crews(2).run(beat):
+def test_heartbeats(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for beats, told in worker_pools(2).run(beat):
         assert beats > 3
         assert told == "step 3: waiting for all_gather of %x / stopped"
 
@@ -113,8 +113,8 @@ def go_astray() -> str:
 
 
 def test_a_rank_in_another_collective_is_named() -> None:
-    with WorkerPool(3) as crew:
-        told = crew.run(go_astray)
+    with WorkerPool(3) as pool:
+        told = pool.run(go_astray)
     for said in (told[0], told[2]):
         assert "ranks do not run the same steps: rank 1 is at step 7: waiting for all_reduce of norms" in said
         assert "this rank at step 7: waiting for all_gather of %x" in said
@@ -137,8 +137,8 @@ def die(victim: int) -> str:
 
 
 def test_a_rank_that_is_killed_is_named() -> None:
-    with WorkerPool(3) as crew:
-        first, second, third = crew.outcomes(die, 1)
+    with WorkerPool(3) as pool:
+        first, second, third = pool.outcomes(die, 1)
     assert second[1] == "the process ended with exit code -9"
     for fine, told in (first, third):
         assert fine
@@ -148,8 +148,8 @@ def test_a_rank_that_is_killed_is_named() -> None:
 
 
 def test_where_rank_0_held_the_store() -> None:
-    with WorkerPool(2) as crew:
-        outcomes = crew.outcomes(die, 0)
+    with WorkerPool(2) as pool:
+        outcomes = pool.outcomes(die, 0)
     assert outcomes[1][0], outcomes[1][1]
     assert "rank 0 is gone, and with it the store" in outcomes[1][1]
 
@@ -167,8 +167,8 @@ def hear_and_lose_the_store() -> str:
 
 
 def test_a_reason_that_was_heard_outlives_the_store() -> None:
-    with WorkerPool(2) as crew:
-        outcomes = crew.outcomes(hear_and_lose_the_store)
+    with WorkerPool(2) as pool:
+        outcomes = pool.outcomes(hear_and_lose_the_store)
     assert outcomes[1] == (True, "rank 0 failed: no disk")
 
 
@@ -199,8 +199,8 @@ def disagree(facts: dict[str, dict[int, object]]) -> str:
     return ""
 
 
-def test_ranks_that_do_the_same_shake_hands(crews: Callable[[int], WorkerPool]) -> None:
-    assert crews(3).run(shake, 20) == [19, 19, 19]
+def test_ranks_that_do_the_same_shake_hands(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert worker_pools(3).run(shake, 20) == [19, 19, 19]
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,9 @@ def test_ranks_that_do_the_same_shake_hands(crews: Callable[[int], WorkerPool]) 
     ],
 )
 def test_ranks_that_do_not_are_named(
-    crews: Callable[[int], WorkerPool], facts: dict[str, dict[int, object]], said: str
+    worker_pools: Callable[[int], WorkerPool], facts: dict[str, dict[int, object]], said: str
 ) -> None:
-    for told in crews(3).run(disagree, facts):
+    for told in worker_pools(3).run(disagree, facts):
         assert told.startswith(f"ranks do not do the same: {said}")
 
 

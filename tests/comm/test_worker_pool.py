@@ -1,4 +1,4 @@
-"""A crew does what it is told, tells what failed, and does not hang."""
+"""A pool does what it is told, tells what failed, and does not hang."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def leave(rank: int) -> None:
         os._exit(3)
 
 
-def test_every_worker_returns(crews: Callable[[int], WorkerPool]) -> None:
-    assert crews(3).run(sum_of_ranks, 10) == [33.0] * 3
-    assert crews(3).run(sum_of_ranks, 0) == [3.0] * 3
+def test_every_worker_returns(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert worker_pools(3).run(sum_of_ranks, 10) == [33.0] * 3
+    assert worker_pools(3).run(sum_of_ranks, 0) == [3.0] * 3
 
 
 def test_a_failure_is_told() -> None:
-    with WorkerPool(2) as crew, pytest.raises(RankError, match="worker 1 failed") as told:
-        crew.run(fail_on, 1)
+    with WorkerPool(2) as pool, pytest.raises(RankError, match="worker 1 failed") as told:
+        pool.run(fail_on, 1)
     assert "ValueError: nonsense" in str(told.value)
 
 
 def test_a_worker_that_leaves_is_told() -> None:
-    with WorkerPool(2) as crew, pytest.raises(RankError, match="exit code 3"):
-        crew.run(leave, 0)
+    with WorkerPool(2) as pool, pytest.raises(RankError, match="exit code 3"):
+        pool.run(leave, 0)

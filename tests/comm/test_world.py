@@ -222,9 +222,9 @@ def share() -> tuple[str, str]:
     return got, told.value.what
 
 
-def test_meeting(crews: Callable[[int], WorkerPool]) -> None:
+def test_meeting(worker_pools: Callable[[int], WorkerPool]) -> None:
     whole = cluster(kind("slow"), kind("fast", count=2))
-    found = crews(3).run(join, whole, whole.only([1]))
+    found = worker_pools(3).run(join, whole, whole.only([1]))
     assert found == [
         ((1, 2), (0, 1), -1, False, [1.0, 1.0]),
         ((1, 2), (0, 1), 0, True, [2.0, 2.0]),
@@ -232,13 +232,13 @@ def test_meeting(crews: Callable[[int], WorkerPool]) -> None:
     ]
 
 
-def test_facts_that_differ_are_named_on_every_rank(crews: Callable[[int], WorkerPool]) -> None:
-    assert crews(3).run(disagree, 1) == ["ranks disagree: graph is bb on rank 1, aa on ranks 0, 2"] * 3
+def test_facts_that_differ_are_named_on_every_rank(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert worker_pools(3).run(disagree, 1) == ["ranks disagree: graph is bb on rank 1, aa on ranks 0, 2"] * 3
 
 
-def test_the_plan_of_rank_0(crews: Callable[[int], WorkerPool]) -> None:
+def test_the_plan_of_rank_0(worker_pools: Callable[[int], WorkerPool]) -> None:
     told = ("a plan, with ≈ 3 odd letters", "rank 0 has no plan: the model does not fit")
-    assert crews(2).run(share) == [told] * 2
+    assert worker_pools(2).run(share) == [told] * 2
 
 
 ALONE = """

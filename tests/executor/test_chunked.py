@@ -246,7 +246,7 @@ def test_what_is_no_loss_is_not_chunked() -> None:
 # On processes
 
 
-def test_processes_agree_with_one_device(crews: Callable[[int], WorkerPool]) -> None:
+def test_processes_agree_with_one_device(worker_pools: Callable[[int], WorkerPool]) -> None:
     spec = zoo.SMALL["gpt2"]
     graph, shares = jobs.book_of(spec).graph, Shares(SHARES)
     plain = data_parallel(jobs.book_of(spec), prices_of(graph, shares))
@@ -255,7 +255,7 @@ def test_processes_agree_with_one_device(crews: Callable[[int], WorkerPool]) -> 
         run_of(spec, plain, Shares((0.7, 0.0, 0.3)), reruns=in_chunks(graph)),
         run_of(spec, stored_cut(plain), shares, regather=True, reruns=in_chunks(graph, 9)),
     ]
-    for rank in crews(3).run(jobs.step, runs):
+    for rank in worker_pools(3).run(jobs.step, runs):
         for error, where in rank:
             assert error < 1e-9, where
 
@@ -308,5 +308,5 @@ def shown(shares: Shares) -> list[str]:
     return wrong
 
 
-def test_logits_that_are_returned_are_made_when_looked_at(crews: Callable[[int], WorkerPool]) -> None:
-    assert crews(2).run(shown, Shares((0.6, 0.4))) == [[], []]
+def test_logits_that_are_returned_are_made_when_looked_at(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert worker_pools(2).run(shown, Shares((0.6, 0.4))) == [[], []]

@@ -69,11 +69,11 @@ def test_a_deep_model_compiles_a_few_functions_and_trains_alike(functions: dict[
 @pytest.mark.parametrize("name", ["dp", "zero", "zero-again", "tensor", 0, 1])
 @pytest.mark.parametrize("shares", [(0.6, 0.4, 0.0), (0.5, 0.2, 0.3)])
 def test_processes_with_compiled_stretches_equal_one_device(
-    name: str | int, shares: tuple[float, ...], crews: Callable[[int], WorkerPool]
+    name: str | int, shares: tuple[float, ...], worker_pools: Callable[[int], WorkerPool]
 ) -> None:
     cut = Shares(shares)
     run = at_random(SMALL, cut, name) if isinstance(name, int) else classic(SMALL, name, cut)
-    for found in crews(3).run(step, [replace(run, stretch=24)]):
+    for found in worker_pools(3).run(step, [replace(run, stretch=24)]):
         [(error, where)] = found
         assert error <= TOLERANCE, where
 

@@ -261,13 +261,13 @@ def plain(found: Sequence[Issued]) -> list[Issued]:
     return [replace(one, item=one.item.partition(" #")[0].removesuffix(" again")) for one in found]
 
 
-def differences(spec: str, name: str, crew: WorkerPool) -> list[str]:
+def differences(spec: str, name: str, pool: WorkerPool) -> list[str]:
     run = run_named(spec, name)
     plan = replace(parsed(run), bucket_bytes=BUCKET)
     wanted = [plain(one) for one in expected(plan, plan.schedule)]
     at_once = needed_at_once(plan.schedule)
     found: list[str] = []
-    for rank, passes in enumerate(crew.run(issued, run)):
+    for rank, passes in enumerate(pool.run(issued, run)):
         for what, want, got in zip(("forward", "backward"), wanted, map(plain, passes), strict=True):
             got = [replace(one, hides=True) if one.item in at_once else one for one in got]
             if want != got:
@@ -292,46 +292,50 @@ CASES = [(model, name, dtypes) for model in zoo.SMALL for name in PROGRAMS for d
 @pytest.mark.sampled(48)
 @pytest.mark.parametrize(("model", "name", "dtypes"), CASES)
 def test_the_collectives_issued_are_those_of_the_schedule(
-    model: str, name: str, dtypes: str, crews: Callable[[int], WorkerPool]
+    model: str, name: str, dtypes: str, worker_pools: Callable[[int], WorkerPool]
 ) -> None:
     spec = zoo.SMALL[model] if dtypes == "one" else f"mixed {zoo.SMALL[model]}"
-    assert differences(spec, name, crews(3)) == []
+    assert differences(spec, name, worker_pools(3)) == []
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_regions_that_run_again_issue_what_the_schedule_says(name: str, crews: Callable[[int], WorkerPool]) -> None:
-    assert differences("checkpointed", name, crews(3)) == []
+def test_regions_that_run_again_issue_what_the_schedule_says(
+    name: str, worker_pools: Callable[[int], WorkerPool]
+) -> None:
+    assert differences("checkpointed", name, worker_pools(3)) == []
 
 
 @pytest.mark.parametrize("name", ["dp", "zero-again", "random-1"])
-def test_planned_regions_issue_what_the_schedule_says(name: str, crews: Callable[[int], WorkerPool]) -> None:
-    assert differences(zoo.SMALL["llama"], f"{name} in blocks", crews(3)) == []
+def test_planned_regions_issue_what_the_schedule_says(name: str, worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert differences(zoo.SMALL["llama"], f"{name} in blocks", worker_pools(3)) == []
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [*PROGRAMS, "zero-again in blocks", "dp in blocks"])
 @pytest.mark.parametrize("model", ["gpt2", "llama", "t5", "resnet50"])
-def test_stretches_issue_what_the_schedule_says(model: str, name: str, crews: Callable[[int], WorkerPool]) -> None:
-    assert differences(zoo.SMALL[model], f"{name} in stretches", crews(3)) == []
+def test_stretches_issue_what_the_schedule_says(
+    model: str, name: str, worker_pools: Callable[[int], WorkerPool]
+) -> None:
+    assert differences(zoo.SMALL[model], f"{name} in stretches", worker_pools(3)) == []
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["dp", "zero", "zero-again", "blocks", "random"])
 @pytest.mark.parametrize("model", ["gpt2", "t5", "vit"])
-def test_rounds_issue_what_the_schedule_says(model: str, name: str, crews: Callable[[int], WorkerPool]) -> None:
+def test_rounds_issue_what_the_schedule_says(model: str, name: str, worker_pools: Callable[[int], WorkerPool]) -> None:
     spec = re.sub(r"batch=\d+", "batch=6", zoo.SMALL[model])
-    assert differences(spec, f"{name} in rounds", crews(3)) == []
+    assert differences(spec, f"{name} in rounds", worker_pools(3)) == []
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [*PROGRAMS, "zero-again in blocks", "dp in blocks", "dp in stretches"])
 @pytest.mark.parametrize("model", ["gpt2", "llama", "mixed bert", "t5"])
 def test_losses_in_chunks_issue_what_the_schedule_says(
-    model: str, name: str, crews: Callable[[int], WorkerPool]
+    model: str, name: str, worker_pools: Callable[[int], WorkerPool]
 ) -> None:
     kind, _, small = model.rpartition(" ")
     spec = f"{kind} {zoo.SMALL[small]}".strip()
-    assert differences(spec, f"{name} in chunks", crews(3)) == []
+    assert differences(spec, f"{name} in chunks", worker_pools(3)) == []
 
 
 def test_parameters_of_two_dtypes_never_share_a_bucket() -> None:

@@ -160,7 +160,7 @@ def test_regions_of_every_level_are_exact(model: str) -> None:
         assert error < 1e-9, (level, where)
 
 
-def test_processes_of_which_some_run_again(crews: Callable[[int], WorkerPool]) -> None:
+def test_processes_of_which_some_run_again(worker_pools: Callable[[int], WorkerPool]) -> None:
     """The small device recomputes, the others keep; and all of them do, with parameters gathered again."""
     graph = jobs.book_of(zoo.SMALL["gpt2"]).graph
     shares = Shares(SHARES)
@@ -170,7 +170,7 @@ def test_processes_of_which_some_run_again(crews: Callable[[int], WorkerPool]) -
         run_of(zoo.SMALL["gpt2"], plain, shares, reruns=in_blocks(graph, "cheap", (0, 1))),
         run_of(zoo.SMALL["gpt2"], stored_cut(plain), shares, regather=True, reruns=in_blocks(graph, "attention")),
     ]
-    for rank in crews(3).run(jobs.step, runs):
+    for rank in worker_pools(3).run(jobs.step, runs):
         for error, where in rank:
             assert error < 1e-9, where
 

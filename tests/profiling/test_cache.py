@@ -115,8 +115,8 @@ def in_worker(folder: str, budget_s: float) -> str:
         os.environ["LOPSIDED_CACHE"] = "0"
 
 
-def test_all_ranks_remember_the_same(crews: Callable[[int], WorkerPool], tmp_path: Path) -> None:
-    first = crews(2).run(in_worker, str(tmp_path), 0.3)
-    again = crews(2).run(in_worker, str(tmp_path), 0.3)
+def test_all_ranks_remember_the_same(worker_pools: Callable[[int], WorkerPool], tmp_path: Path) -> None:
+    first = worker_pools(2).run(in_worker, str(tmp_path), 0.3)
+    again = worker_pools(2).run(in_worker, str(tmp_path), 0.3)
     assert len({*first, *again}) == 1
     assert len(files(tmp_path / "lopsided" / "clusters")) == 1

@@ -66,8 +66,8 @@ def crowding_here(graph: Graph, jobs: tuple[OpJob, ...], seconds: float, names: 
 
 
 @pytest.mark.parametrize("seconds", [1e-4, 10.0])  # calls that fit into a turn; calls that do not
-def test_every_rank_hears_the_same(crews: Callable[[int], WorkerPool], seconds: float) -> None:
-    told = crews(3).run(crowding_here, small_graph(), small_jobs(), seconds, ("a", "b", "a"))
+def test_every_rank_hears_the_same(worker_pools: Callable[[int], WorkerPool], seconds: float) -> None:
+    told = worker_pools(3).run(crowding_here, small_graph(), small_jobs(), seconds, ("a", "b", "a"))
     assert told[0] == told[1] == told[2]
     assert len(told[0]) == 3
     assert all(math.isfinite(contention) and 1 <= contention <= 100 for contention in told[0])
@@ -104,17 +104,19 @@ def turn_taken(gpus: tuple[str, ...], what: DryRun | None) -> tuple[float, float
         dry_run.alone_s = real
 
 
-def test_those_of_one_gpu_run_dry_in_turn_and_others_at_the_same_time(crews: Callable[[int], WorkerPool]) -> None:
+def test_those_of_one_gpu_run_dry_in_turn_and_others_at_the_same_time(
+    worker_pools: Callable[[int], WorkerPool],
+) -> None:
     graph = small_graph()
     alike = clusters.kind(count=2, speed=1e9, bytes_per_s=1e9, launch_s=0.0)
     what = _laid_out(derive_rules(graph), clusters.cluster(alike, link=Link(1e-6, 1e9)))
     assert what is not None
-    told = crews(3).run(turn_taken, ("0", "1", "0"), what)
+    told = worker_pools(3).run(turn_taken, ("0", "1", "0"), what)
     assert [taken for taken, _, _ in told] == [2.0, 0.0, 2.0]  # who has a GPU to itself has nobody to be crowded by
     (_, _, first_ended), _, (_, second_began, _) = told
     assert first_ended <= second_began
-    assert [taken for taken, _, _ in crews(2).run(turn_taken, ("0", "0"), None)] == [0.0, 0.0]
-    assert [taken for taken, _, _ in crews(2).run(turn_taken, ("", ""), what)] == [0.0, 0.0]
+    assert [taken for taken, _, _ in worker_pools(2).run(turn_taken, ("0", "0"), None)] == [0.0, 0.0]
+    assert [taken for taken, _, _ in worker_pools(2).run(turn_taken, ("", ""), what)] == [0.0, 0.0]
 
 
 # What is made of times

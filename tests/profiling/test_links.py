@@ -93,8 +93,8 @@ def fit_some() -> tuple[tuple[Fit, ...], int]:
     return fits, len(steps)
 
 
-def test_all_ranks_fit_the_same(crews: Callable[[int], WorkerPool]) -> None:
-    (fits, steps), *others = crews(3).run(fit_some)
+def test_all_ranks_fit_the_same(worker_pools: Callable[[int], WorkerPool]) -> None:
+    (fits, steps), *others = worker_pools(3).run(fit_some)
     assert all(other == (fits, steps) for other in others)
     assert steps == 6
     assert {point.largest > 1.4 for point in fits[0].points} == {False}
@@ -109,8 +109,10 @@ def beside() -> tuple[float, float]:
     return found.compute_slowdown, found.comm_slowdown
 
 
-def test_the_compute_slowdown_is_a_part_and_the_comm_slowdown_is_agreed_on(crews: Callable[[int], WorkerPool]) -> None:
-    found = crews(2).run(beside)
+def test_the_compute_slowdown_is_a_part_and_the_comm_slowdown_is_agreed_on(
+    worker_pools: Callable[[int], WorkerPool],
+) -> None:
+    found = worker_pools(2).run(beside)
     assert all(0 <= slowdown <= 1 for slowdown, _ in found)
     assert found[0][1] == found[1][1] > 0
 
@@ -132,8 +134,8 @@ def pairs(slow: bool) -> tuple[Link, tuple[tuple[str, str, Link], ...]]:
         links._between = real
 
 
-def test_slow_pairs_are_told_from_the_others(crews: Callable[[int], WorkerPool]) -> None:
-    assert crews(3).run(pairs, False)[0] == (Link(5e-4, 5e8), ())
-    near, found = crews(3).run(pairs, True)[0]
+def test_slow_pairs_are_told_from_the_others(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert worker_pools(3).run(pairs, False)[0] == (Link(5e-4, 5e8), ())
+    near, found = worker_pools(3).run(pairs, True)[0]
     assert near == Link(1e-4, 1e9)
     assert found == (("a", "c", Link(1e-3, 1e6)), ("b", "c", Link(1e-3, 1e6)))

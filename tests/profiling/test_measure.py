@@ -78,8 +78,8 @@ def of_some(graph: Graph, ranks: list[int]) -> int:
 
 @pytest.fixture(scope="module")
 def unequal() -> list[tuple[Measurement, list[tuple[int, int]], bool]]:
-    with WorkerPool(3, cores=[[0], [1], [1]]) as crew:
-        return crew.run(take, small_graph())
+    with WorkerPool(3, cores=[[0], [1], [1]]) as pool:
+        return pool.run(take, small_graph())
 
 
 def test_every_rank_has_the_same_cluster(unequal: list[tuple[Measurement, list[tuple[int, int]], bool]]) -> None:
@@ -175,16 +175,16 @@ def test_progress_is_told_and_random_numbers_stay(
         assert told == [(k, len(told)) for k in range(1, len(told) + 1)]
 
 
-def test_hosts_become_nodes(crews: Callable[[int], WorkerPool]) -> None:
+def test_hosts_become_nodes(worker_pools: Callable[[int], WorkerPool]) -> None:
     """Two ranks of one host, one of another: a link of its own inside, and names that a cluster allows."""
-    cluster = crews(3).run(take, small_graph(), ("big/box", "big/box", "small box"))[0][0].cluster
+    cluster = worker_pools(3).run(take, small_graph(), ("big/box", "big/box", "small box"))[0][0].cluster
     assert cluster.node_names == ("big-box", "small-box")
     assert [kind.node for kind in cluster.kinds][-1] == "small-box"
     assert cluster.within != cluster.between
 
 
-def test_a_group_of_some(crews: Callable[[int], WorkerPool]) -> None:
-    assert crews(3).run(of_some, small_graph(), [0, 2]) == [2, 0, 2]
+def test_a_group_of_some(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert worker_pools(3).run(of_some, small_graph(), [0, 2]) == [2, 0, 2]
 
 
 def test_one_process_needs_no_group() -> None:

@@ -348,13 +348,13 @@ def take(graph: Graph, budget_s: float, refusing: int = -1) -> tuple[tuple[float
     return found.rehearsed, found.cluster
 
 
-def test_all_ranks_scale_or_none(crews: Callable[[int], WorkerPool]) -> None:
+def test_all_ranks_scale_or_none(worker_pools: Callable[[int], WorkerPool]) -> None:
     graph = graph_of("mlp")
-    told = crews(2).run(take, graph, 3.0)
+    told = worker_pools(2).run(take, graph, 3.0)
     assert [ratios for ratios, _ in told] == [told[0][0]] * 2
     assert told[0][0] == (1.25, 1.5)
     assert told[0][1] == told[1][1]
-    assert [ratios for ratios, _ in crews(2).run(take, graph, 3.0, 1)] == [(), ()]
+    assert [ratios for ratios, _ in worker_pools(2).run(take, graph, 3.0, 1)] == [(), ()]
 
 
 def test_a_busy_moment_does_not_make_all_calls_slower(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,8 +408,8 @@ def together(graph: Graph) -> tuple[float, float]:
     return found.cluster.packing, float(torch.rand(()))
 
 
-def test_all_ranks_know_the_same_packing(crews: Callable[[int], WorkerPool]) -> None:
-    told = crews(2).run(together, graph_of("mlp"))
+def test_all_ranks_know_the_same_packing(worker_pools: Callable[[int], WorkerPool]) -> None:
+    told = worker_pools(2).run(together, graph_of("mlp"))
     assert told[0] == told[1]
     assert 1 <= told[0][0] <= 1e6
     torch.manual_seed(5)

@@ -53,11 +53,11 @@ def gap_of(plan: str) -> float:
     return abs(loss.item() - alone.item())
 
 
-def test_a_model_with_an_op_of_its_own(crews: Callable[[int], WorkerPool], tmp_path: Path) -> None:
+def test_a_model_with_an_op_of_its_own(worker_pools: Callable[[int], WorkerPool], tmp_path: Path) -> None:
     """Its plan names the op, which every rank knows, since its own model calls it."""
     book = derive_rules(capture(Bent(), batch_of()))
     path = str(tmp_path / "plan.json")
     save_plan(plan_of(data_parallel(book, prices_of(book.graph, THREE)), THREE), path)
-    assert max(crews(3).run(gap_of, path)) < 1e-12
+    assert max(worker_pools(3).run(gap_of, path)) < 1e-12
     with pytest.raises(LopsidedError, match=r"agreement_tests.bent.default is not an op of aten or lopsided"):
         load_plan(path)

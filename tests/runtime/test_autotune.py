@@ -110,26 +110,26 @@ def tried(graph: Graph, plans: tuple[Plan, ...], broken: int = -1) -> tuple[int,
     return which, [math.isfinite(one.seconds) for one in trials], float(torch.rand(()))
 
 
-def test_all_ranks_take_the_same_and_random_numbers_stay(crews: Callable[[int], WorkerPool]) -> None:
+def test_all_ranks_take_the_same_and_random_numbers_stay(worker_pools: Callable[[int], WorkerPool]) -> None:
     plans = plans_of()
-    told = crews(2).run(tried, graph_of(), plans)
+    told = worker_pools(2).run(tried, graph_of(), plans)
     assert told[0] == told[1]
     assert all(told[0][1])
     torch.manual_seed(5)
     assert told[0][2] == float(torch.rand(()))
 
 
-def test_a_plan_that_leaves_a_rank_out_is_tried_as_well(crews: Callable[[int], WorkerPool]) -> None:
+def test_a_plan_that_leaves_a_rank_out_is_tried_as_well(worker_pools: Callable[[int], WorkerPool]) -> None:
     slow = plan_graph(graph_of(), cluster_of(link=Link(1.0, 1e3)))
     assert slow.on.devices == 1
     alone = replace(slow, cluster=cluster_of(), on=cluster_of().only([0]))
-    told = crews(2).run(tried, graph_of(), (alone, plans_of()[0]))
+    told = worker_pools(2).run(tried, graph_of(), (alone, plans_of()[0]))
     assert told[0] == told[1]
     assert told[0][1] == [True, True]
 
 
-def test_where_one_rank_cannot_nobody_waits_for_it(crews: Callable[[int], WorkerPool]) -> None:
-    told = crews(2).run(tried, graph_of(), plans_of()[:2], 1)
+def test_where_one_rank_cannot_nobody_waits_for_it(worker_pools: Callable[[int], WorkerPool]) -> None:
+    told = worker_pools(2).run(tried, graph_of(), plans_of()[:2], 1)
     assert [which for which, _, _ in told] == [0, 0]
     assert [ran for _, ran, _ in told] == [[False, False]] * 2
 
@@ -151,9 +151,9 @@ def slow_second(plans: tuple[Plan, ...]) -> tuple[list[float], list[float], tupl
     return list(last.shares.work), list(chosen.shares.work), chosen.notes, all(one.seconds > 0 for one in trials)
 
 
-def test_a_plan_is_balanced_by_what_its_devices_take(crews: Callable[[int], WorkerPool]) -> None:
+def test_a_plan_is_balanced_by_what_its_devices_take(worker_pools: Callable[[int], WorkerPool]) -> None:
     plan = next(one for one in plans_of() if one.on.devices == 2)
-    told = crews(2).run(slow_second, (plan,))
+    told = worker_pools(2).run(slow_second, (plan,))
     assert told[0] == told[1]
     last, chosen, notes, ran = told[0]
     assert ran
@@ -187,12 +187,12 @@ def by_script(plans: tuple[Plan, ...], balanced: Plan | None, times: list[list[f
     ],
 )
 def test_who_came_close_runs_again_beside_the_balanced_one(
-    crews: Callable[[int], WorkerPool], times: list[list[float]], taken: int, told: list[float]
+    worker_pools: Callable[[int], WorkerPool], times: list[list[float]], taken: int, told: list[float]
 ) -> None:
     plans = plans_of()[:3]
     assert len(plans) == 3
     second = replace(plans[1], shares=replace(plans[1].shares, work=tuple(reversed(plans[1].shares.work))))
-    assert crews(1).run(by_script, plans, second, times) == [(taken, told)]
+    assert worker_pools(1).run(by_script, plans, second, times) == [(taken, told)]
 
 
 def train(tries: int) -> tuple[str, tuple[str, ...], float]:
@@ -205,8 +205,8 @@ def train(tries: int) -> tuple[str, tuple[str, ...], float]:
     return str(pm.plan.program), pm.plan.notes, float(loss.detach())
 
 
-def test_parallelize_tries_and_trains_the_same(crews: Callable[[int], WorkerPool]) -> None:
-    once, several = crews(2).run(train, 1), crews(2).run(train, 3)
+def test_parallelize_tries_and_trains_the_same(worker_pools: Callable[[int], WorkerPool]) -> None:
+    once, several = worker_pools(2).run(train, 1), worker_pools(2).run(train, 3)
     assert several[0] == several[1]
     assert "tried for some steps" in several[0][1][-1]
     assert not any("tried" in note for note in once[0][1])
@@ -221,6 +221,6 @@ def refused(plan: Plan) -> str:
     return str(error.value)
 
 
-def test_a_plan_is_not_tried_against_others(crews: Callable[[int], WorkerPool]) -> None:
-    (told,) = crews(1).run(refused, plans_of()[0])
+def test_a_plan_is_not_tried_against_others(worker_pools: Callable[[int], WorkerPool]) -> None:
+    (told,) = worker_pools(1).run(refused, plans_of()[0])
     assert "a plan is given, and 3 are to be tried" in told

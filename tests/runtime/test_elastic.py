@@ -27,7 +27,7 @@ from tests.support.clusters import cluster, kind
 from tests.support.jobs import plan_of, prices_of
 from tests.support.launched import Started
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 
 SPEC = "mlp:layers=2,width=12,classes=5,batch=8"
 STEPS = 9
@@ -128,10 +128,10 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_fewer_devices_then_more_go_on_with_the_losses_of_one(crews: Crews, plan: Path, tmp_path: Path) -> None:
+def test_fewer_devices_then_more_go_on_with_the_losses_of_one(worker_pools: Pools, plan: Path, tmp_path: Path) -> None:
     found = list[float]()
     for size in (3, 2, 3):
-        told = crews(size).run(go_on, str(plan), str(tmp_path / "run"), len(found) + PART)
+        told = worker_pools(size).run(go_on, str(plan), str(tmp_path / "run"), len(found) + PART)
         losses, began, _ = told[0]
         assert all(one[0] == losses for one in told)
         assert began == len(found)
@@ -148,8 +148,8 @@ def refuse(plan: str) -> str:
     return "went on"
 
 
-def test_a_plan_is_no_wish_unless_it_is_said_so(crews: Crews, plan: Path) -> None:
-    assert {*crews(2).run(refuse, str(plan))} == {"there are 2 processes, and the plan wants 3 (3 on box)"}
+def test_a_plan_is_no_wish_unless_it_is_said_so(worker_pools: Pools, plan: Path) -> None:
+    assert {*worker_pools(2).run(refuse, str(plan))} == {"there are 2 processes, and the plan wants 3 (3 on box)"}
 
 
 SCRIPT = """

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 import lopsided
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World
-from lopsided.runtime import first_values
-from lopsided.runtime.first_values import take_first_values
-from lopsided.runtime.last_loss import LastLoss, NotFiniteWarning
+from lopsided.runtime.calls.last_loss import LastLoss, NotFiniteWarning
 from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parameters import first_values
+from lopsided.runtime.parameters.first_values import take_first_values
 from tests.support.small_net import HERE, Net, Products, batch_of, both, gap, net
 from tests.support.small_net import planned as planned_net
 from tests.support.two_matrices import numbers, planned, products, small, told
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 
 
 # A model that is changed afterwards
@@ -65,8 +65,8 @@ def changed_after(change: Callable[[Parallel], None]) -> str:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_model_that_is_changed_afterwards(crews: Crews, change: Callable[[Parallel], None]) -> None:
-    for said in crews(3).run(changed_after, change):
+def test_a_model_that_is_changed_afterwards(worker_pools: Pools, change: Callable[[Parallel], None]) -> None:
+    for said in worker_pools(3).run(changed_after, change):
         assert said.startswith(CHANGES[change])
         assert bool(said) == bool(CHANGES[change])
         assert not said or "  do  " in said
@@ -97,15 +97,15 @@ def skip_the_batch(on_nan: str) -> tuple[float, int, int]:
 
 
 @pytest.mark.parametrize("on_nan", ["warn", "ignore"])
-def test_a_script_may_skip_a_batch(crews: Crews, on_nan: str) -> None:
-    for off, skipped, heard in crews(3).run(skip_the_batch, on_nan):
+def test_a_script_may_skip_a_batch(worker_pools: Pools, on_nan: str) -> None:
+    for off, skipped, heard in worker_pools(3).run(skip_the_batch, on_nan):
         assert off < 1e-12
         assert skipped == 2
         assert heard == (on_nan == "warn")
 
 
-def test_otherwise_a_loss_that_is_no_number_ends_the_run(crews: Crews) -> None:
-    for said in crews(3).run(stopped):
+def test_otherwise_a_loss_that_is_no_number_ends_the_run(worker_pools: Pools) -> None:
+    for said in worker_pools(3).run(stopped):
         assert said.startswith("the loss is nan in forward pass 1")
         assert 'on_nan="warn"' in said
 
@@ -147,8 +147,8 @@ def optimizer_first(cut: bool, late: bool) -> tuple[float, list[float], list[boo
 
 
 @pytest.mark.parametrize(("cut", "late"), [(True, False), (False, False), (True, True)])
-def test_an_optimizer_that_is_built_first(crews: Crews, cut: bool, late: bool) -> None:
-    for off, decays, held in crews(3).run(optimizer_first, cut, late):
+def test_an_optimizer_that_is_built_first(worker_pools: Pools, cut: bool, late: bool) -> None:
+    for off, decays, held in worker_pools(3).run(optimizer_first, cut, late):
         assert off < 1e-12
         assert decays == [0.1, 0.01]
         assert held == [True, True]
@@ -162,8 +162,8 @@ def optimizer_with_state() -> str:
     return told(lambda: lopsided.parallelize(model, (numbers(),), plan=planned()))
 
 
-def test_an_optimizer_that_has_a_state(crews: Crews) -> None:
-    for said in crews(3).run(optimizer_with_state):
+def test_an_optimizer_that_has_a_state(worker_pools: Pools) -> None:
+    for said in worker_pools(3).run(optimizer_with_state):
         assert said.startswith("AdamW has a state of the whole parameter a")
         assert "build it after parallelize" in said
 
@@ -201,8 +201,8 @@ def with_hooks(kind: str, first: bool) -> tuple[float, float, list[str]]:
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("kind", ["dp", "zero"])
-def test_hooks_on_parameters(crews: Crews, kind: str, first: bool) -> None:
-    for gradients, parameters, calls in crews(3).run(with_hooks, kind, first):
+def test_hooks_on_parameters(worker_pools: Pools, kind: str, first: bool) -> None:
+    for gradients, parameters, calls in worker_pools(3).run(with_hooks, kind, first):
         assert gradients < 1e-12
         assert parameters < 1e-12
         assert sorted(calls) == ["norm"] * 3 + ["up"] * 3
@@ -222,8 +222,8 @@ def hook_without_sync() -> tuple[str, str]:
     return kept, masked
 
 
-def test_hooks_that_cannot_be_right(crews: Crews) -> None:
-    for kept, masked in crews(3).run(hook_without_sync):
+def test_hooks_that_cannot_be_right(worker_pools: Pools) -> None:
+    for kept, masked in worker_pools(3).run(hook_without_sync):
         assert kept.startswith("a has a hook, and its gradient is not complete under no_sync()")
         assert masked.startswith("a hook of a failed on this process's piece of the gradient")
 
@@ -248,8 +248,8 @@ def other_seeds(kind: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("kind", ["dp", "zero"])
-def test_the_weights_of_rank_0_count(crews: Crews, kind: str) -> None:
-    for parameters, gradients, buffers in crews(3).run(other_seeds, kind):
+def test_the_weights_of_rank_0_count(worker_pools: Pools, kind: str) -> None:
+    for parameters, gradients, buffers in worker_pools(3).run(other_seeds, kind):
         assert parameters == 0
         assert max(gradients, buffers) < 1e-12
 
@@ -274,8 +274,8 @@ def in_chunks() -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     return found, take_first_values(model, world), bool(right and model.number == 0)
 
 
-def test_what_differs_is_sent_in_chunks(crews: Crews) -> None:
-    for found, again, right in crews(3).run(in_chunks):
+def test_what_differs_is_sent_in_chunks(worker_pools: Pools) -> None:
+    for found, again, right in worker_pools(3).run(in_chunks):
         assert found == ("weight", "turned", "number")
         assert again == ()
         assert right
@@ -288,8 +288,8 @@ def built_on_meta_by_some() -> str:
     return told(lambda: take_first_values(model, world))
 
 
-def test_models_that_are_not_built_alike(crews: Crews) -> None:
-    for said in crews(3).run(built_on_meta_by_some):
+def test_models_that_are_not_built_alike(worker_pools: Pools) -> None:
+    for said in worker_pools(3).run(built_on_meta_by_some):
         assert "the number of those on meta is 0 on rank 0, 2 on ranks 1, 2" in said
 
 
@@ -313,9 +313,9 @@ def wrapped_again() -> list[str]:
     return found
 
 
-def test_other_trainers_around_it_are_refused(crews: Crews) -> None:
+def test_other_trainers_around_it_are_refused(worker_pools: Pools) -> None:
     names = ("DistributedDataParallel", "FSDP", "FSDP", "DataParallel")
-    for said in crews(3).run(wrapped_again):
+    for said in worker_pools(3).run(wrapped_again):
         for name, one in zip(names, said, strict=True):
             assert one.startswith(f"{name} around a parallel module")
             assert f"leave {name} out" in one
@@ -339,7 +339,7 @@ def wrapped_before() -> list[str]:
     return [*found, told(lambda: around(numbers()))]
 
 
-def test_a_model_that_is_distributed_already_is_refused(crews: Crews) -> None:
+def test_a_model_that_is_distributed_already_is_refused(worker_pools: Pools) -> None:
     expected = [
         "the model is a DistributedDataParallel already",
         "its part 0 is a DataParallel already",
@@ -347,5 +347,5 @@ def test_a_model_that_is_distributed_already_is_refused(crews: Crews) -> None:
         "the model is a parallel module already",
         "DistributedDataParallel around a parallel module",
     ]
-    for said in crews(3).run(wrapped_before):
+    for said in worker_pools(3).run(wrapped_before):
         assert all(one.startswith(words) for words, one in zip(expected, said, strict=True)), said

@@ -58,8 +58,8 @@ def train(kind: str, shares: Shares) -> list[float]:
 
 @pytest.mark.parametrize("shares", [THREE, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loop_as_people_write_it(crews: Callable[[int], WorkerPool], kind: str, shares: Shares) -> None:
-    for gaps in crews(3).run(train, kind, shares):
+def test_a_loop_as_people_write_it(worker_pools: Callable[[int], WorkerPool], kind: str, shares: Shares) -> None:
+    for gaps in worker_pools(3).run(train, kind, shares):
         assert max(gaps) < 1e-9
 
 
@@ -80,8 +80,8 @@ def accumulate(kind: str) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_accumulate(crews: Callable[[int], WorkerPool], kind: str) -> None:
-    for error, counted in crews(3).run(accumulate, kind):
+def test_gradients_accumulate(worker_pools: Callable[[int], WorkerPool], kind: str) -> None:
+    for error, counted in worker_pools(3).run(accumulate, kind):
         assert error < 1e-12
         assert counted
 
@@ -98,8 +98,8 @@ def forget_to_sync() -> str:
     return ""
 
 
-def test_a_step_on_gradients_that_were_not_synchronised(crews: Callable[[int], WorkerPool]) -> None:
-    for told in crews(3).run(forget_to_sync):
+def test_a_step_on_gradients_that_were_not_synchronised(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for told in worker_pools(3).run(forget_to_sync):
         assert "no_sync" in told
 
 
@@ -115,8 +115,8 @@ def autocast(kind: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast(crews: Callable[[int], WorkerPool], kind: str) -> None:
-    for loss, gradients, plain in crews(3).run(autocast, kind):
+def test_autocast(worker_pools: Callable[[int], WorkerPool], kind: str) -> None:
+    for loss, gradients, plain in worker_pools(3).run(autocast, kind):
         assert loss < 2e-2
         assert gradients < 2e-2
         assert 0 < plain < 5e-2  # other numbers than under autocast, but not far
@@ -138,8 +138,8 @@ def evaluate(shares: Shares) -> tuple[float, float, bool]:
 
 
 @pytest.mark.parametrize("shares", [THREE, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
-def test_evaluation(crews: Callable[[int], WorkerPool], shares: Shares) -> None:
-    for off, gradients, kept in crews(3).run(evaluate, shares):
+def test_evaluation(worker_pools: Callable[[int], WorkerPool], shares: Shares) -> None:
+    for off, gradients, kept in worker_pools(3).run(evaluate, shares):
         assert off < 1e-12
         assert gradients < 1e-12
         assert kept
@@ -155,8 +155,8 @@ def recomputed(kind: str, shares: Shares) -> tuple[float, float]:
 
 @pytest.mark.parametrize("shares", [THREE, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_activation_checkpointing(crews: Callable[[int], WorkerPool], kind: str, shares: Shares) -> None:
-    for loss, gradients in crews(3).run(recomputed, kind, shares):
+def test_activation_checkpointing(worker_pools: Callable[[int], WorkerPool], kind: str, shares: Shares) -> None:
+    for loss, gradients in worker_pools(3).run(recomputed, kind, shares):
         assert loss < 1e-12
         assert gradients < 1e-12
 
@@ -211,8 +211,8 @@ def odd(kind: str, shares: Shares) -> float:
 
 @pytest.mark.parametrize("shares", [THREE, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_easy_to_get_wrong(crews: Callable[[int], WorkerPool], kind: str, shares: Shares) -> None:
-    assert max(crews(3).run(odd, kind, shares)) < 1e-12
+def test_what_is_easy_to_get_wrong(worker_pools: Callable[[int], WorkerPool], kind: str, shares: Shares) -> None:
+    assert max(worker_pools(3).run(odd, kind, shares)) < 1e-12
 
 
 def zeroed_in_between(kind: str) -> float:
@@ -228,8 +228,8 @@ def zeroed_in_between(kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_no_sync_kept_goes_with_zero_grad(crews: Callable[[int], WorkerPool], kind: str) -> None:
-    assert max(crews(3).run(zeroed_in_between, kind)) < 1e-12
+def test_what_no_sync_kept_goes_with_zero_grad(worker_pools: Callable[[int], WorkerPool], kind: str) -> None:
+    assert max(worker_pools(3).run(zeroed_in_between, kind)) < 1e-12
 
 
 def by_factors() -> tuple[float, int]:
@@ -255,8 +255,8 @@ def by_factors() -> tuple[float, int]:
     return gap(pm, alone), sum(step.rule.how == "sfb" for step in program.steps)
 
 
-def test_factor_broadcasting_under_autocast(crews: Callable[[int], WorkerPool]) -> None:
-    for error, used in crews(3).run(by_factors):
+def test_factor_broadcasting_under_autocast(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for error, used in worker_pools(3).run(by_factors):
         assert used == 2
         assert error < 5e-2
 
@@ -270,8 +270,8 @@ def all_on_one() -> float:
     return abs(losses[0] - alone(**batch_of()).item())
 
 
-def test_one_rank_may_have_the_whole_batch(crews: Callable[[int], WorkerPool]) -> None:
-    assert max(crews(3).run(all_on_one)) < 1e-12
+def test_one_rank_may_have_the_whole_batch(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert max(worker_pools(3).run(all_on_one)) < 1e-12
 
 
 def compiled() -> tuple[float, float]:
@@ -283,8 +283,8 @@ def compiled() -> tuple[float, float]:
     return abs(loss.item() - expected.item()), gap(pm, alone)
 
 
-def test_compile(crews: Callable[[int], WorkerPool]) -> None:
-    for loss, gradients in crews(3).run(compiled):
+def test_compile(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for loss, gradients in worker_pools(3).run(compiled):
         assert loss < 1e-12
         assert gradients < 1e-12
 
@@ -298,8 +298,8 @@ def dropped() -> tuple[list[float], list[float]]:
     return first, [pm(**batch_of()).item() for _ in range(3)]
 
 
-def test_dropout_draws_anew_and_can_be_repeated(crews: Callable[[int], WorkerPool]) -> None:
-    found = crews(3).run(dropped)
+def test_dropout_draws_anew_and_can_be_repeated(worker_pools: Callable[[int], WorkerPool]) -> None:
+    found = worker_pools(3).run(dropped)
     assert all(first == second for first, second in found)
     assert len({tuple(first) for first, _ in found}) == 1  # the loss is the global one on every rank
     assert len(set(found[0][0])) == 3
@@ -312,7 +312,7 @@ def names() -> tuple[list[str], list[str], list[str], list[str]]:
     return list(alone.state_dict()), list(pm.state_dict()), list(full), [n for n, _ in pm.named_parameters()]
 
 
-def test_names_are_the_models(crews: Callable[[int], WorkerPool]) -> None:
-    for expected, local, full, parameters in crews(3).run(names):
+def test_names_are_the_models(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for expected, local, full, parameters in worker_pools(3).run(names):
         assert local == expected == full
         assert parameters == [name for name, _ in net().named_parameters()]

@@ -167,8 +167,8 @@ def seen(how: str) -> Seen:
 
 
 @pytest.mark.parametrize("how", ["dp", "zero", "zero-again"])
-def test_a_step_of_rounds_is_a_step(how: str, crews: Callable[[int], WorkerPool]) -> None:
-    for rank in crews(3).run(seen, how):
+def test_a_step_of_rounds_is_a_step(how: str, worker_pools: Callable[[int], WorkerPool]) -> None:
+    for rank in worker_pools(3).run(seen, how):
         figures = (rank.loss, rank.gradients, rank.outputs, rank.again, rank.accumulated, rank.rows, rank.short)
         assert max(*figures, rank.evaluated) < 1e-9, rank
         assert rank.hooks == 1
@@ -195,8 +195,8 @@ def half(start: float, steps: int) -> list[tuple[float, bool, float]]:
     return found
 
 
-def test_a_scale_that_changes_reaches_all_rounds(crews: Callable[[int], WorkerPool]) -> None:
-    for rank in crews(3).run(half, 2.0**10, 3):
+def test_a_scale_that_changes_reaches_all_rounds(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for rank in worker_pools(3).run(half, 2.0**10, 3):
         assert all(there and apart < 1e-9 for _, there, apart in rank)
 
 
@@ -229,20 +229,20 @@ def first_step(scale: float) -> list[float]:
     return found
 
 
-def test_the_scale_reaches_the_first_step_in_float16(crews: Callable[[int], WorkerPool]) -> None:
-    for rank in crews(3).run(first_step, 2.0**20):
+def test_the_scale_reaches_the_first_step_in_float16(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for rank in worker_pools(3).run(first_step, 2.0**20):
         assert max(rank) < 1e-2
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_verify_compares_rounds_with_one_device(name: str, crews: Callable[[int], WorkerPool]) -> None:
+def test_verify_compares_rounds_with_one_device(name: str, worker_pools: Callable[[int], WorkerPool]) -> None:
     spec = re.sub(r"batch=\d+", "batch=6", zoo.SMALL[name])
     graph = in_rounds(capture(*jobs.model_of(spec)), 3).graph
     program = data_parallel(derive_rules(graph), prices_of(graph, SHARES))
     run = replace(jobs.run_of(spec, stored_cut(program), SHARES, regather=True), microbatches=3)
-    for rank in crews(3).run(jobs.step, [run]):
+    for rank in worker_pools(3).run(jobs.step, [run]):
         assert all(error < 1e-9 for error, _ in rank), rank
-    trained = crews(3).run(jobs.training, run, 3, 1.0)
+    trained = worker_pools(3).run(jobs.training, run, 3, 1.0)
     assert all(same.curve == pytest.approx(same.expected, rel=1e-4) for same in trained)
 
 
@@ -256,6 +256,6 @@ def masks(seed: int) -> tuple[list[Tensor], list[int]]:
     return list(first.detach().split(ROWS // ROUNDS)), [ROWS // ROUNDS] * ROUNDS
 
 
-def test_every_round_has_masks_of_its_own(crews: Callable[[int], WorkerPool]) -> None:
-    for rounds, _ in crews(3).run(masks, 0):
+def test_every_round_has_masks_of_its_own(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for rounds, _ in worker_pools(3).run(masks, 0):
         assert not any(torch.equal(a, b) for a, b in itertools.pairwise(rounds))

@@ -21,7 +21,7 @@ from lopsided.runtime.parallel import Parallel
 from tests.support.jobs import cluster_of, plan_of, prices_of
 from tests.support.two_matrices import numbers, products, small, told
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 
 
 def _save(pm: Parallel, folder: str) -> object:
@@ -70,10 +70,12 @@ def one_rank_only(call: Callable[[Parallel, str], object], folder: str, timeout_
 
 
 @pytest.mark.parametrize("call", CALLS, ids=CALLS.values())
-def test_a_call_that_one_rank_makes(crews: Crews, call: Callable[[Parallel, str], object], tmp_path: Path) -> None:
+def test_a_call_that_one_rank_makes(
+    worker_pools: Pools, call: Callable[[Parallel, str], object], tmp_path: Path
+) -> None:
     # A timeout of its own, so that no other test has the groups that are broken off here.
     timeout_s = 4 + [*CALLS].index(call) / 100
-    for said in crews(3).run(one_rank_only, call, str(tmp_path), timeout_s):
+    for said in worker_pools(3).run(one_rank_only, call, str(tmp_path), timeout_s):
         assert said.startswith(
             f"ranks do not do the same: the call is {CALLS[call]} on rank 0, a forward pass on ranks 1, 2"
         )
@@ -95,8 +97,8 @@ def nobody_else_comes(folder: str) -> tuple[str, float]:
 
 
 def test_a_call_that_the_others_never_make(tmp_path: Path) -> None:
-    with WorkerPool(3, timeout_s=120) as crew:
-        (said, waited_s), *_ = crew.run(nobody_else_comes, str(tmp_path))
+    with WorkerPool(3, timeout_s=120) as pool:
+        (said, waited_s), *_ = pool.run(nobody_else_comes, str(tmp_path))
     assert "rank 1" in said
     assert "in the training script" in said
     assert "waiting for save_checkpoint" in said
@@ -125,7 +127,7 @@ def bystander_elsewhere(folder: str) -> tuple[str, str]:
     return alike, said
 
 
-def test_ranks_without_a_device_are_asked_too(crews: Crews, tmp_path: Path) -> None:
-    for alike, said in crews(3).run(bystander_elsewhere, str(tmp_path)):
+def test_ranks_without_a_device_are_asked_too(worker_pools: Pools, tmp_path: Path) -> None:
+    for alike, said in worker_pools(3).run(bystander_elsewhere, str(tmp_path)):
         assert alike == ""
         assert "the call is clip_grad_norm_ on rank 2, save_checkpoint on ranks 0, 1" in said

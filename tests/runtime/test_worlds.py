@@ -35,8 +35,8 @@ def in_another_order(order: tuple[int, ...]) -> tuple[float, float]:
     return abs(loss.item() - expected.item()), gap(pm, alone)
 
 
-def test_ranks_in_another_order(crews: Callable[[int], WorkerPool]) -> None:
-    for loss, gradients in crews(3).run(in_another_order, (2, 0, 1)):
+def test_ranks_in_another_order(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for loss, gradients in worker_pools(3).run(in_another_order, (2, 0, 1)):
         assert loss < 1e-12
         assert gradients < 1e-12
 
@@ -85,8 +85,8 @@ def with_a_bystander() -> tuple[float, float, float, int]:
     return abs(loss.item() - expected.item()), abs(norm.item() - whole.item()), away, pm.world.place
 
 
-def test_a_bystander_follows(crews: Callable[[int], WorkerPool]) -> None:
-    found = crews(3).run(with_a_bystander)
+def test_a_bystander_follows(worker_pools: Callable[[int], WorkerPool]) -> None:
+    found = worker_pools(3).run(with_a_bystander)
     assert [place for *_, place in found] == [0, 1, -1]
     assert max(max(errors) for *errors, _ in found) < 1e-9
 
@@ -100,8 +100,8 @@ def alone_in_the_world() -> tuple[float, float]:
     return abs(loss.item() - expected.item()), gap(pm, alone)
 
 
-def test_a_world_of_one(crews: Callable[[int], WorkerPool]) -> None:
-    loss, gradients = crews(1).run(alone_in_the_world)[0]
+def test_a_world_of_one(worker_pools: Callable[[int], WorkerPool]) -> None:
+    loss, gradients = worker_pools(1).run(alone_in_the_world)[0]
     assert loss == 0
     assert gradients < 1e-12
 
@@ -125,8 +125,8 @@ def other_batches() -> float:
     return max(abs(loss.item() - expected.item()), gap(pm, alone))
 
 
-def test_tuples_and_a_loss_of_ones_own(crews: Callable[[int], WorkerPool]) -> None:
-    assert max(crews(3).run(other_batches)) < 1e-6
+def test_tuples_and_a_loss_of_ones_own(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert max(worker_pools(3).run(other_batches)) < 1e-6
 
 
 def measured_first() -> tuple[float, tuple[str, ...]]:
@@ -140,9 +140,9 @@ def measured_first() -> tuple[float, tuple[str, ...]]:
     return abs(loss.item() - expected.item()), pm.plan.cluster.device_names
 
 
-def test_without_a_plan_the_devices_are_measured(crews: Callable[[int], WorkerPool]) -> None:
-    crews(2).run(measured_first)
-    found = crews(2).run(measured_first)  # as often as one likes
+def test_without_a_plan_the_devices_are_measured(worker_pools: Callable[[int], WorkerPool]) -> None:
+    worker_pools(2).run(measured_first)
+    found = worker_pools(2).run(measured_first)  # as often as one likes
     assert max(error for error, _ in found) < 1e-9
     assert found[0][1] == found[1][1]
     assert len(found[0][1]) == 2
@@ -163,8 +163,8 @@ def on_meta(kind: str) -> tuple[dict[str, float], int, int]:
     )
 
 
-def test_a_model_on_meta_is_initialised_alike_whatever_the_plan(crews: Callable[[int], WorkerPool]) -> None:
-    whole, cut = crews(3).run(on_meta, "dp"), crews(3).run(on_meta, "zero")
+def test_a_model_on_meta_is_initialised_alike_whatever_the_plan(worker_pools: Callable[[int], WorkerPool]) -> None:
+    whole, cut = worker_pools(3).run(on_meta, "dp"), worker_pools(3).run(on_meta, "zero")
     assert all(sums == whole[0][0] for sums, *_ in (*whole, *cut))
     elements = sum(parameter.numel() for parameter in net().parameters())
     assert all(held == elements for _, held, _ in whole)

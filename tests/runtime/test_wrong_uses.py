@@ -69,8 +69,8 @@ def refused(what: str) -> str:
         ("world", ("WorldError", "3 processes")),
     ],
 )
-def test_what_is_refused(crews: Callable[[int], WorkerPool], what: str, told: tuple[str, ...]) -> None:
-    for rank, text in enumerate(crews(3).run(refused, what)):
+def test_what_is_refused(worker_pools: Callable[[int], WorkerPool], what: str, told: tuple[str, ...]) -> None:
+    for rank, text in enumerate(worker_pools(3).run(refused, what)):
         assert all(part in text for part in told), f"rank {rank}: {text}"
         assert "\n  do      " in text
 
@@ -87,8 +87,8 @@ def different_batches() -> str:
     return ""
 
 
-def test_ranks_with_different_batches_are_told(crews: Callable[[int], WorkerPool]) -> None:
-    for text in crews(3).run(different_batches):
+def test_ranks_with_different_batches_are_told(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for text in worker_pools(3).run(different_batches):
         assert "ranks do not do the same" in text
         assert "holding" in text
         assert "give each rank its rows" in text
@@ -106,8 +106,8 @@ def different_batches_later() -> str:
     return ""
 
 
-def test_whole_batches_are_compared_in_every_step(crews: Callable[[int], WorkerPool]) -> None:
-    for text in crews(3).run(different_batches_later):
+def test_whole_batches_are_compared_in_every_step(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for text in worker_pools(3).run(different_batches_later):
         assert text.startswith("5: ranks do not do the same")
 
 
@@ -123,8 +123,8 @@ def skips_a_batch() -> str:
     return ""
 
 
-def test_a_rank_that_skips_a_batch_is_named(crews: Callable[[int], WorkerPool]) -> None:
-    for text in crews(3).run(skips_a_batch):
+def test_a_rank_that_skips_a_batch_is_named(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for text in worker_pools(3).run(skips_a_batch):
         assert "batch 3 of epoch 0 on rank 1" in text
         assert "batch 2 of epoch 0 on ranks 0, 2" in text
 
@@ -142,8 +142,8 @@ def drifted() -> tuple[list[str], bool]:
     return [str(w.message) for w in heard], torch.equal(pm.get_parameter("up.weight"), net().up.weight)
 
 
-def test_drift_is_told_and_repaired(crews: Callable[[int], WorkerPool]) -> None:
-    found = crews(3).run(drifted)
+def test_drift_is_told_and_repaired(worker_pools: Callable[[int], WorkerPool]) -> None:
+    found = worker_pools(3).run(drifted)
     assert "up.weight" in "".join(found[0][0])
     assert all(repaired for _, repaired in found)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lopsided.comm.world import World
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.placement import I, Placement, S, Shares, pieces_of
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.pieces import Piece
 
 # How a cluster is cut. A share of 0 holds nothing of what is cut; a rank without a share is a bystander.
 FOUR = (0.5, 0.3, 0.0, 0.2)
@@ -67,7 +67,7 @@ class ByHand(nn.Module):
             shares=self.shares, program="by hand", graph=SimpleNamespace(fingerprint="0123456789abcdef")
         )
         group = dist.new_group(list(ranks))
-        self.wire = _Gathered(group) if self.world.takes_part else None
+        self.communicator = _Gathered(group) if self.world.takes_part else None
         self.randomness = RankRandomness(7, max(self.world.place, 0), self.world.device)
         self.steps_done = 0
         self.looked = 0

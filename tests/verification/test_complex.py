@@ -28,15 +28,15 @@ def test_complex_programs_are_those_of_one_device() -> None:
     assert found.passed, f"capture {found.capture_error}; {found.worst.where}: {found.worst.error}"
 
 
-def test_complex_numbers_on_processes(crews: Callable[[int], WorkerPool]) -> None:
+def test_complex_numbers_on_processes(worker_pools: Callable[[int], WorkerPool]) -> None:
     runs = [classic(OPERATOR, name, SHARES) for name in ("dp", "zero-again", "planned")]
     runs += [at_random(OPERATOR, SHARES, seed) for seed in range(6)]
-    for found in crews(2).run(step, runs):
+    for found in worker_pools(2).run(step, runs):
         assert max(error for error, _ in found) < 1e-9, found
 
 
-def test_complex_parameters_train_on_processes(crews: Callable[[int], WorkerPool]) -> None:
-    for found in crews(2).run(training, classic(OPERATOR, "zero-again", SHARES), 10, math.inf):
+def test_complex_parameters_train_on_processes(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for found in worker_pools(2).run(training, classic(OPERATOR, "zero-again", SHARES), 10, math.inf):
         assert len(found.expected) == 10
         assert found.curve_error < 1e-4
 

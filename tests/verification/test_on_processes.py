@@ -19,8 +19,8 @@ SHARES = {
 }
 
 
-def assert_same(crew: WorkerPool, runs: list[Run]) -> None:
-    for rank, found in enumerate(crew.run(step, runs)):
+def assert_same(pool: WorkerPool, runs: list[Run]) -> None:
+    for rank, found in enumerate(pool.run(step, runs)):
         for run, (error, where) in zip(runs, found, strict=True):
             assert error < 1e-9, f"rank {rank}: {where} is {error:g} off\n{run.program}"
 
@@ -29,11 +29,11 @@ def assert_same(crew: WorkerPool, runs: list[Run]) -> None:
 @pytest.mark.parametrize("size", SHARES)
 @pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
 def test_a_step_is_that_of_one_device(
-    crews: Callable[[int], WorkerPool], spec: str, size: int, everything: bool
+    worker_pools: Callable[[int], WorkerPool], spec: str, size: int, everything: bool
 ) -> None:
     runs = [classic(spec, name, SHARES[size]) for name in ("dp", "zero", "zero-again", "planned")]
     seeds = range(3) if everything else range(size % 2, size % 2 + 1)  # odd ones gather parameters again
-    assert_same(crews(size), [*runs, *(at_random(spec, SHARES[size], seed) for seed in seeds)])
+    assert_same(worker_pools(size), [*runs, *(at_random(spec, SHARES[size], seed) for seed in seeds)])
 
 
 TRAININGS = ["dp", "planned", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero-again", "random"))]
@@ -43,11 +43,11 @@ TRAININGS = ["dp", "planned", *(pytest.param(name, marks=pytest.mark.slow) for n
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
 def test_a_training_is_that_of_one_device(
-    crews: Callable[[int], WorkerPool], spec: str, name: str, everything: bool
+    worker_pools: Callable[[int], WorkerPool], spec: str, name: str, everything: bool
 ) -> None:
     steps = 20 if everything else 10
     run = at_random(spec, SHARES[3], 5) if name == "random" else classic(spec, name, SHARES[3])
-    found = crews(3).run(training, run, steps, 1.0 if name == "dp" else math.inf)
+    found = worker_pools(3).run(training, run, steps, 1.0 if name == "dp" else math.inf)
     assert len(found[0].expected) == steps
     assert found[0].curve_error < 1e-4, run.program
     assert all(same.curve == found[0].curve for same in found)

@@ -33,8 +33,8 @@ from lopsided.runtime.checkpoint.state import Kept, wanted_pieces
 from lopsided.runtime.checkpoint.storage import Held
 from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, check_dtype
 from lopsided.runtime.control_plane import ControlPlane, Holder
-from lopsided.runtime.host_state import is_on_host
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.host_state import is_on_host
+from lopsided.runtime.parameters.pieces import Piece
 
 Form = Mapping[str, object]
 """What is said of one entry of the state: of a tensor its "shape" and "dtype", with its "number" where it has but one

@@ -22,7 +22,7 @@ from lopsided.runtime.checkpoint.folder import Record, Table, few
 from lopsided.runtime.checkpoint.storage import Held
 from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile
 from lopsided.runtime.control_plane import Holder, accord_of
-from lopsided.runtime.pieces import Chunk, Piece
+from lopsided.runtime.parameters.pieces import Chunk, Piece
 
 Source = Mapping[str, Tensor] | str | Path | None
 
@@ -202,11 +202,13 @@ def full_state_dict(pm: Holder, *, everywhere: bool = True) -> dict[str, Tensor]
 
 def _joined(pm: Holder, each: Named) -> Tensor:
     local, piece = each.local.detach(), each.piece
-    if piece is None or not piece.is_cut or pm.wire is None:
+    if piece is None or not piece.is_cut or pm.communicator is None:
         return local
     shapes = [piece.placement.local_shape(piece.shape, piece.counts, rank) for rank in range(len(piece.counts))]
     counts = [math.prod(shape) for shape in shapes]
-    flat = pm.wire.all_gather(local.reshape(-1).contiguous(), counts, what=f"{piece.name} for the full state").wait()
+    flat = pm.communicator.all_gather(
+        local.reshape(-1).contiguous(), counts, what=f"{piece.name} for the full state"
+    ).wait()
     return piece.join([part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)])
 
 

@@ -45,7 +45,7 @@ from lopsided.runtime.checkpoint.folder import (
     write_file,
 )
 from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile, check_dtype, write_tensors
-from lopsided.runtime.pieces import Chunk
+from lopsided.runtime.parameters.pieces import Chunk
 
 
 def _told(chunk: Chunk | Stored) -> ChunkStorageMetadata:

@@ -21,7 +21,7 @@ from lopsided.runtime.checkpoint.folder import steps_in
 from lopsided.runtime.checkpoint.state import full_state_dict
 from tests.support.held_pieces import THREE, TWO, ByHand, make_optimizer, train
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def by_the_clock(folder: str) -> tuple[int, int]:
     return saves, asked[0]
 
 
-def test_the_clock_of_the_first_rank_decides_and_is_asked_seldom(crews: Crews, tmp_path: Path) -> None:
-    one, other = crews(2).run(by_the_clock, str(tmp_path / "run"))
+def test_the_clock_of_the_first_rank_decides_and_is_asked_seldom(worker_pools: Pools, tmp_path: Path) -> None:
+    one, other = worker_pools(2).run(by_the_clock, str(tmp_path / "run"))
     assert one == other
     saves, asked = one
     assert saves == 3
@@ -101,9 +101,9 @@ def damaged(folder: str, other: str, name: str) -> list[object]:
 
 
 @pytest.mark.parametrize("name", ["rank-00001.safetensors", "training.json"])
-def test_a_flipped_bit_is_noticed_and_the_one_before_is_offered(crews: Crews, tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_noticed_and_the_one_before_is_offered(worker_pools: Pools, tmp_path: Path, name: str) -> None:
     folder, other = tmp_path / "run", tmp_path / "slow"
-    for step, what, do in crews(2).run(damaged, str(folder), str(other), name):
+    for step, what, do in worker_pools(2).run(damaged, str(folder), str(other), name):
         assert step == 1
         assert what == f"{name} is not as it was saved: its digest is another one" or "training.json" in name
         assert do == "load the checkpoint before: step=1" or "training.json" in name
@@ -140,8 +140,8 @@ def without_room(folder: str) -> tuple[int, bool]:
     return step, all(torch.equal(value, good[key]) for key, value in full_state_dict(fresh).items())
 
 
-def test_a_full_disk_leaves_the_last_good_one_and_training_alive(crews: Crews, tmp_path: Path) -> None:
-    assert crews(3).run(without_room, str(tmp_path / "run")) == [(1, True)] * 3
+def test_a_full_disk_leaves_the_last_good_one_and_training_alive(worker_pools: Pools, tmp_path: Path) -> None:
+    assert worker_pools(3).run(without_room, str(tmp_path / "run")) == [(1, True)] * 3
 
 
 def saved_while_another_is_stuck(folder: str) -> str:
@@ -168,7 +168,7 @@ def saved_while_another_is_stuck(folder: str) -> str:
 
 
 def test_who_waits_for_a_save_obeys_the_timeout_and_names_who_is_missing(tmp_path: Path) -> None:
-    with WorkerPool(3) as crew:
-        told = crew.run(saved_while_another_is_stuck, str(tmp_path / "run"))
+    with WorkerPool(3) as pool:
+        told = pool.run(saved_while_another_is_stuck, str(tmp_path / "run"))
     assert told[0].startswith("True rank 1 is at step 0: writing its part of .step-00000000.partial, for")
     assert told[2].startswith("True rank")

@@ -28,7 +28,7 @@ from lopsided.runtime.checkpoint.checkpoint import convert, load, save
 from lopsided.runtime.checkpoint.folder import as_plain, from_plain
 from lopsided.runtime.checkpoint.state import Kept, full_state_dict, spread
 from lopsided.runtime.control_plane import accord_of
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.pieces import Piece
 from tests.support.held_pieces import (
     FOUR,
     THREE,
@@ -42,7 +42,7 @@ from tests.support.held_pieces import (
 )
 from tests.support.jobs import Run, at_random, classic, model_of, parallel_of
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -84,13 +84,13 @@ def trained(shares: Any, ranks: Any, folder: str, steps: int, wait: bool = True)
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_four_to_two_to_three(crews: Crews, tmp_path: Path, wait: bool) -> None:
+def test_four_to_two_to_three(worker_pools: Pools, tmp_path: Path, wait: bool) -> None:
     folder = str(tmp_path / "run")
-    crews(4).run(trained, FOUR, None, folder, 3, wait)
-    crews(2).run(trained, TWO, None, folder, 2, wait)
+    worker_pools(4).run(trained, FOUR, None, folder, 3, wait)
+    worker_pools(2).run(trained, TWO, None, folder, 2, wait)
     # The same two devices again, with a bystander that has rank 0.
-    crews(3).run(trained, TWO, (1, 2), folder, 2, wait)
-    found = crews(3).run(trained, THREE, None, folder, 2, wait)
+    worker_pools(3).run(trained, TWO, (1, 2), folder, 2, wait)
+    found = worker_pools(3).run(trained, THREE, None, folder, 2, wait)
     wanted = trained_whole(9)
     for state in found:
         assert list(state) == list(wanted)
@@ -99,9 +99,9 @@ def test_four_to_two_to_three(crews: Crews, tmp_path: Path, wait: bool) -> None:
     assert checkpoint_folder.steps_in(tmp_path / "run") == [3, 5, 7, 9]
 
 
-def test_what_is_written(crews: Crews, tmp_path: Path) -> None:
+def test_what_is_written(worker_pools: Pools, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    crews(4).run(trained, FOUR, None, str(folder), 1)
+    worker_pools(4).run(trained, FOUR, None, str(folder), 1)
     path = folder / "step-00000001"
     assert {each.name for each in folder.iterdir()} == {path.name}
     ranks = [f"rank-0000{rank}.safetensors" for rank in range(4)]
@@ -175,8 +175,8 @@ def saved_aside(folder: str) -> list[bool]:
     ]
 
 
-def test_training_goes_on_beside_a_save(crews: Crews, tmp_path: Path) -> None:
-    assert crews(2).run(saved_aside, str(tmp_path / "run")) == [[True] * 5] * 2
+def test_training_goes_on_beside_a_save(worker_pools: Pools, tmp_path: Path) -> None:
+    assert worker_pools(2).run(saved_aside, str(tmp_path / "run")) == [[True] * 5] * 2
 
 
 # Crashes
@@ -222,9 +222,11 @@ def crashed(folder: str, where: str, wait: bool) -> tuple[str, int]:
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("where", ["rename", "finish", "write_tensors"])
-def test_a_save_that_fails_leaves_the_last_good_one(crews: Crews, tmp_path: Path, where: str, wait: bool) -> None:
+def test_a_save_that_fails_leaves_the_last_good_one(
+    worker_pools: Pools, tmp_path: Path, where: str, wait: bool
+) -> None:
     folder = tmp_path / "run"
-    for said, step in crews(2).run(crashed, str(folder), where, wait):
+    for said, step in worker_pools(2).run(crashed, str(folder), where, wait):
         assert "No space left on device" in said
         assert f"rank {1 if where == 'write_tensors' else 0} failed" in said
         assert step == 1
@@ -239,27 +241,27 @@ def saved_often(folder: str, keep: int | None) -> None:
         save(pm, optimizer, folder, keep=keep)
 
 
-def test_older_ones_go(crews: Crews, tmp_path: Path) -> None:
+def test_older_ones_go(worker_pools: Pools, tmp_path: Path) -> None:
     left = tmp_path / ".step-00000009.partial"
     left.mkdir()
     (tmp_path / "step-00000070").mkdir()  # of a run that went further
     (tmp_path / "notes.txt").write_text("not ours")
-    crews(2).run(saved_often, str(tmp_path), 2)
+    worker_pools(2).run(saved_often, str(tmp_path), 2)
     assert {each.name for each in tmp_path.iterdir()} == {
         *("step-00000003", "step-00000004"),
         *("step-00000070", "notes.txt"),
     }
 
 
-def test_a_checkpoint_that_was_set_aside_is_found(crews: Crews, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_set_aside_is_found(worker_pools: Pools, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    crews(2).run(trained, TWO, None, str(folder), 1)
+    worker_pools(2).run(trained, TWO, None, str(folder), 1)
     # The same step again replaces it.
-    crews(2).run(trained, TWO, None, str(folder), 0)
+    worker_pools(2).run(trained, TWO, None, str(folder), 0)
     assert {each.name for each in folder.iterdir()} == {"step-00000001"}
     # As if the process had ended in the midst of that.
     os.rename(folder / "step-00000001", folder / ".step-00000001.replaced")
-    crews(2).run(trained, TWO, None, str(folder), 1)
+    worker_pools(2).run(trained, TWO, None, str(folder), 1)
     assert checkpoint_folder.steps_in(folder) == [1, 2]
 
 
@@ -285,9 +287,9 @@ def without_pickle(folder: str) -> int:
             setattr(module, name, original)
 
 
-def test_nothing_is_unpickled(crews: Crews, tmp_path: Path) -> None:
-    crews(4).run(trained, FOUR, None, str(tmp_path / "run"), 1)
-    assert crews(3).run(without_pickle, str(tmp_path / "run")) == [1] * 3
+def test_nothing_is_unpickled(worker_pools: Pools, tmp_path: Path) -> None:
+    worker_pools(4).run(trained, FOUR, None, str(tmp_path / "run"), 1)
+    assert worker_pools(3).run(without_pickle, str(tmp_path / "run")) == [1] * 3
 
 
 def told_by(folder: str, change: str) -> tuple[str, bool]:
@@ -325,9 +327,9 @@ def told_by(folder: str, change: str) -> tuple[str, bool]:
 
 
 @pytest.fixture(scope="module")
-def saved(crews: Crews, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(worker_pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "run"
-    crews(4).run(trained, FOUR, None, str(folder), 1)
+    worker_pools(4).run(trained, FOUR, None, str(folder), 1)
     return folder
 
 
@@ -344,8 +346,8 @@ def saved(crews: Crews, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("folder", "no checkpoint in this folder"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(crews: Crews, saved: Path, change: str, said: str) -> None:
-    for told, unchanged in crews(2).run(told_by, str(saved), change):
+def test_what_does_not_fit_changes_nothing(worker_pools: Pools, saved: Path, change: str, said: str) -> None:
+    for told, unchanged in worker_pools(2).run(told_by, str(saved), change):
         assert said in told
         assert unchanged
 
@@ -404,11 +406,11 @@ def _renamed(path: Path) -> None:
     ids=range(18),
 )
 def test_a_changed_checkpoint_is_refused(
-    crews: Crews, saved: Path, tmp_path: Path, change: Callable[[Path], None], kind: str
+    worker_pools: Pools, saved: Path, tmp_path: Path, change: Callable[[Path], None], kind: str
 ) -> None:
     shutil.copytree(saved, tmp_path / "run")
     change(tmp_path / "run" / "step-00000001")
-    for told, unchanged in crews(2).run(told_by, str(tmp_path / "run"), kind):
+    for told, unchanged in worker_pools(2).run(told_by, str(tmp_path / "run"), kind):
         assert told
         assert unchanged
 
@@ -446,9 +448,9 @@ def by_rows(folder: str, which: str) -> str:
     return f"{state['count']} {torch.equal(state['rows'], total)}"
 
 
-def test_state_of_another_shape(crews: Crews, tmp_path: Path) -> None:
-    assert crews(2).run(by_rows, str(tmp_path / "whole"), "norm") == ["2 True"] * 2
-    for said in crews(2).run(by_rows, str(tmp_path / "cut"), "out"):
+def test_state_of_another_shape(worker_pools: Pools, tmp_path: Path) -> None:
+    assert worker_pools(2).run(by_rows, str(tmp_path / "whole"), "norm") == ["2 True"] * 2
+    for said in worker_pools(2).run(by_rows, str(tmp_path / "cut"), "out"):
         assert "Rows keeps 'rows' of out.weight" in said
     assert not (tmp_path / "cut").exists()
 
@@ -501,11 +503,11 @@ def drawn(folder: str, shares: Any, fresh: bool) -> list[float]:
     return [*found, torch.rand(1).item()]
 
 
-def test_random_numbers_go_on(crews: Crews, tmp_path: Path) -> None:
+def test_random_numbers_go_on(worker_pools: Pools, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    before = crews(2).run(drawn, folder, TWO, False)
-    assert crews(2).run(drawn, folder, TWO, True) == before
-    other = crews(3).run(drawn, folder, THREE, True)
+    before = worker_pools(2).run(drawn, folder, TWO, False)
+    assert worker_pools(2).run(drawn, folder, TWO, True) == before
+    other = worker_pools(3).run(drawn, folder, THREE, True)
     # On another cluster: what all share goes on, the rest is each one's own.
     assert {shared for _, shared, _ in other} == {before[0][1]}
     assert len({own for own, _, _ in other} - {own for own, _, _ in before}) == 3
@@ -522,8 +524,8 @@ def disagreeing(folder: str) -> str:
     return str(told.value)
 
 
-def test_ranks_at_different_steps(crews: Crews, tmp_path: Path) -> None:
-    for said in crews(2).run(disagreeing, str(tmp_path)):
+def test_ranks_at_different_steps(worker_pools: Pools, tmp_path: Path) -> None:
+    for said in worker_pools(2).run(disagreeing, str(tmp_path)):
         assert "rank 1 saves step 4" in said
     assert not any(tmp_path.iterdir())
 
@@ -540,8 +542,8 @@ def unhealthy(folder: str) -> str:
     return ",".join(os.listdir(folder))
 
 
-def test_nothing_is_saved_of_a_run_that_went_wrong(crews: Crews, tmp_path: Path) -> None:
-    assert crews(2).run(unhealthy, str(tmp_path)) == ["", ""]
+def test_nothing_is_saved_of_a_run_that_went_wrong(worker_pools: Pools, tmp_path: Path) -> None:
+    assert worker_pools(2).run(unhealthy, str(tmp_path)) == ["", ""]
 
 
 # One file
@@ -598,12 +600,12 @@ def go_on(run: Run, folder: str, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("resnet50", marks=pytest.mark.slow)])
-def test_the_loss_curve_continues_on_another_cluster(crews: Crews, tmp_path: Path, name: str) -> None:
+def test_the_loss_curve_continues_on_another_cluster(worker_pools: Pools, tmp_path: Path, name: str) -> None:
     spec, folder = SMALL[name], str(tmp_path / "run")
     four = Shares((0.4, 0.0, 0.35, 0.25), named=(("state", (0.1, 0.5, 0.4, 0.0)),))
-    found = crews(4).run(go_on, classic(spec, "zero", four), folder, 3)[0]
-    found += crews(2).run(go_on, at_random(spec, Shares((0.7, 0.3)), 1), folder, 3)[0]
-    found += crews(3).run(go_on, classic(spec, "searched", Shares((0.5, 0.2, 0.3))), folder, 3)[0]
+    found = worker_pools(4).run(go_on, classic(spec, "zero", four), folder, 3)[0]
+    found += worker_pools(2).run(go_on, at_random(spec, Shares((0.7, 0.3)), 1), folder, 3)[0]
+    found += worker_pools(3).run(go_on, classic(spec, "searched", Shares((0.5, 0.2, 0.3))), folder, 3)[0]
     torch.manual_seed(0)
     model, batch = load_model(spec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

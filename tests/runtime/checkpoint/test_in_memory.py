@@ -23,7 +23,7 @@ from lopsided.runtime.control_plane import accord_of
 from tests.support import held_pieces
 from tests.support.held_pieces import FOUR, THREE, TWO, ByHand, make_optimizer, train, trained_whole
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 8))
@@ -72,39 +72,41 @@ def run(
     return began, all(torch.equal(value, whole[key]) for key, value in full_state_dict(pm).items())
 
 
-def test_a_process_that_is_lost_costs_nothing(crews: Crews, tmp_path: Path) -> None:
-    assert crews(4).run(run, str(tmp_path), (0,) * 4, FOUR, 0, 3) == [(0, True)] * 4
+def test_a_process_that_is_lost_costs_nothing(worker_pools: Pools, tmp_path: Path) -> None:
+    assert worker_pools(4).run(run, str(tmp_path), (0,) * 4, FOUR, 0, 3) == [(0, True)] * 4
     # All that was written is still there, whoever wrote it: with one fewer, and with as many again.
-    assert crews(3).run(run, str(tmp_path), (0,) * 3, THREE, 0, 2) == [(3, True)] * 3
-    assert crews(4).run(run, str(tmp_path), (0,) * 4, FOUR, 0, 0) == [(5, True)] * 4
+    assert worker_pools(3).run(run, str(tmp_path), (0,) * 3, THREE, 0, 2) == [(3, True)] * 3
+    assert worker_pools(4).run(run, str(tmp_path), (0,) * 4, FOUR, 0, 0) == [(5, True)] * 4
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_that_is_lost_costs_nothing_where_there_are_copies(crews: Crews, tmp_path: Path, lost: int) -> None:
-    assert crews(3).run(run, str(tmp_path), (0, 0, 1), THREE, 1, 3) == [(0, True)] * 3
+def test_a_node_that_is_lost_costs_nothing_where_there_are_copies(
+    worker_pools: Pools, tmp_path: Path, lost: int
+) -> None:
+    assert worker_pools(3).run(run, str(tmp_path), (0, 0, 1), THREE, 1, 3) == [(0, True)] * 3
     shutil.rmtree(tmp_path / f"node-{lost}")
     left = 1 - lost
     # One process goes on where the other was, and one on a node that has nothing yet: it is sent what it needs.
-    assert crews(2).run(run, str(tmp_path), (left, 2), TWO, 1, 1) == [(3, True)] * 2
+    assert worker_pools(2).run(run, str(tmp_path), (left, 2), TWO, 1, 1) == [(3, True)] * 2
 
 
 def test_without_copies_a_node_that_is_lost_costs_the_steps_since_the_last_on_disk(
-    crews: Crews, tmp_path: Path
+    worker_pools: Pools, tmp_path: Path
 ) -> None:
-    assert crews(3).run(run, str(tmp_path), (0, 0, 1), THREE, 0, 3) == [(0, True)] * 3
+    assert worker_pools(3).run(run, str(tmp_path), (0, 0, 1), THREE, 0, 3) == [(0, True)] * 3
     shutil.rmtree(tmp_path / "node-1")
-    assert crews(2).run(run, str(tmp_path), (0, 0), TWO, 0, 2) == [(2, True)] * 2
+    assert worker_pools(2).run(run, str(tmp_path), (0, 0), TWO, 0, 2) == [(2, True)] * 2
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_what_all_hold_survives_without_copies(crews: Crews, tmp_path: Path, lost: int) -> None:
-    assert crews(3).run(run, str(tmp_path), (0, 0, 1), THREE, 0, 3, False) == [(0, True)] * 3
+def test_what_all_hold_survives_without_copies(worker_pools: Pools, tmp_path: Path, lost: int) -> None:
+    assert worker_pools(3).run(run, str(tmp_path), (0, 0, 1), THREE, 0, 3, False) == [(0, True)] * 3
     shutil.rmtree(tmp_path / f"node-{lost}")
-    assert crews(2).run(run, str(tmp_path), (1 - lost, 2), TWO, 0, 1) == [(3, True)] * 2
+    assert worker_pools(2).run(run, str(tmp_path), (1 - lost, 2), TWO, 0, 1) == [(3, True)] * 2
 
 
-def test_what_is_damaged_does_not_count(crews: Crews, tmp_path: Path) -> None:
-    assert crews(3).run(run, str(tmp_path), (0, 0, 1), THREE, 1, 3) == [(0, True)] * 3
+def test_what_is_damaged_does_not_count(worker_pools: Pools, tmp_path: Path) -> None:
+    assert worker_pools(3).run(run, str(tmp_path), (0, 0, 1), THREE, 1, 3) == [(0, True)] * 3
     for node, file in ((0, "rank-00001"), (1, "rank-00002")):
         path = tmp_path / f"node-{node}" / "step-00000003" / f"{file}.safetensors"
         data = bytearray(path.read_bytes())
@@ -113,27 +115,27 @@ def test_what_is_damaged_does_not_count(crews: Crews, tmp_path: Path) -> None:
     # Of each there is one more on the other node.
     again = tmp_path / "again"
     shutil.copytree(tmp_path, again)
-    assert crews(2).run(run, str(tmp_path), (0, 1), TWO, 0, 0) == [(3, True)] * 2
+    assert worker_pools(2).run(run, str(tmp_path), (0, 1), TWO, 0, 0) == [(3, True)] * 2
     copy = again / "node-1" / "step-00000003" / "rank-00001.json"
     copy.write_text(copy.read_text().replace("lopsided-part", "lopsided-prat"))
-    assert crews(2).run(run, str(again), (0, 1), TWO, 0, 0) == [(2, True)] * 2
+    assert worker_pools(2).run(run, str(again), (0, 1), TWO, 0, 0) == [(2, True)] * 2
 
 
-def test_parts_of_two_attempts_are_never_mixed(crews: Crews, tmp_path: Path) -> None:
+def test_parts_of_two_attempts_are_never_mixed(worker_pools: Pools, tmp_path: Path) -> None:
     """Both came to the same step, by other cuts, and each has lost a node."""
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
-        assert crews(2).run(run, str(folder), (0, 1), TWO, 0, 3) == [(0, True)] * 2
+        assert worker_pools(2).run(run, str(folder), (0, 1), TWO, 0, 3) == [(0, True)] * 2
     shutil.rmtree(one / "node-1")
     shutil.copytree(other / "node-1", one / "node-1")
-    assert crews(2).run(run, str(one), (0, 1), TWO, 0, 0) == [(2, True)] * 2
+    assert worker_pools(2).run(run, str(one), (0, 1), TWO, 0, 0) == [(2, True)] * 2
 
 
-def test_what_did_not_get_its_name_does_not_count(crews: Crews, tmp_path: Path) -> None:
-    assert crews(2).run(run, str(tmp_path), (0, 1), TWO, 0, 3) == [(0, True)] * 2
+def test_what_did_not_get_its_name_does_not_count(worker_pools: Pools, tmp_path: Path) -> None:
+    assert worker_pools(2).run(run, str(tmp_path), (0, 1), TWO, 0, 3) == [(0, True)] * 2
     node = tmp_path / "node-1"
     (node / "step-00000003").rename(node / ".step-00000003.partial")
-    assert crews(2).run(run, str(tmp_path), (0, 1), TWO, 0, 0) == [(2, True)] * 2
+    assert worker_pools(2).run(run, str(tmp_path), (0, 1), TWO, 0, 0) == [(2, True)] * 2
     assert not list(node.iterdir())
 
 
@@ -156,8 +158,8 @@ def without_room(homes: str) -> tuple[int, bool]:
     return Checkpoints(pm, optimizer, Path(homes, "run")).resume(), memory._off
 
 
-def test_where_there_is_no_room_training_and_the_disk_go_on(crews: Crews, tmp_path: Path) -> None:
-    assert crews(2).run(without_room, str(tmp_path)) == [(2, True)] * 2
+def test_where_there_is_no_room_training_and_the_disk_go_on(worker_pools: Pools, tmp_path: Path) -> None:
+    assert worker_pools(2).run(without_room, str(tmp_path)) == [(2, True)] * 2
 
 
 def how_often(homes: str) -> tuple[list[int], bool]:
@@ -185,9 +187,9 @@ def how_often(homes: str) -> tuple[list[int], bool]:
     return saves, Path(homes, "node-0").exists()
 
 
-def test_what_training_waits_for_is_a_small_part_of_its_time(crews: Crews, tmp_path: Path) -> None:
+def test_what_training_waits_for_is_a_small_part_of_its_time(worker_pools: Pools, tmp_path: Path) -> None:
     # What it takes is known behind the first: 0.1 s, of which five steps are fifty times as much.
-    assert crews(2).run(how_often, str(tmp_path)) == [([1, 2, 7, 12, 17, 22], False)] * 2
+    assert worker_pools(2).run(how_often, str(tmp_path)) == [([1, 2, 7, 12, 17, 22], False)] * 2
 
 
 def wrong(copies: object) -> str:
@@ -200,5 +202,5 @@ def wrong(copies: object) -> str:
 
 
 @pytest.mark.parametrize("copies", [-1, True, "all"])
-def test_what_is_no_number_of_copies_is_refused(crews: Crews, copies: object) -> None:
-    assert crews(2).run(wrong, copies) == [f"keep_copies is {copies!r}"] * 2
+def test_what_is_no_number_of_copies_is_refused(worker_pools: Pools, copies: object) -> None:
+    assert worker_pools(2).run(wrong, copies) == [f"keep_copies is {copies!r}"] * 2

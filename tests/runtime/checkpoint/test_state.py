@@ -18,7 +18,7 @@ from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_d
 from lopsided.runtime.checkpoint.tensor_file import TensorFile
 from tests.support.held_pieces import FOUR, THREE, TWO, ByHand, whole_model
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
@@ -40,13 +40,13 @@ def joined(shares: tuple[float, ...], ranks: tuple[int, ...] | None, everywhere:
 @pytest.mark.parametrize(
     ("size", "shares", "ranks"), [(4, FOUR, None), (3, THREE, None), (3, TWO, (1, 2)), (4, TWO, (0, 2))]
 )
-def test_it_is_the_models_own(crews: Crews, size: int, shares: Any, ranks: Any) -> None:
-    assert crews(size).run(joined, shares, ranks, True) == ["same"] * size
+def test_it_is_the_models_own(worker_pools: Pools, size: int, shares: Any, ranks: Any) -> None:
+    assert worker_pools(size).run(joined, shares, ranks, True) == ["same"] * size
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 2)])
-def test_only_rank_0_keeps_it(crews: Crews, ranks: tuple[int, ...]) -> None:
-    assert crews(3).run(joined, TWO, ranks, False) == ["same", "nothing", "nothing"]
+def test_only_rank_0_keeps_it(worker_pools: Pools, ranks: tuple[int, ...]) -> None:
+    assert worker_pools(3).run(joined, TWO, ranks, False) == ["same", "nothing", "nothing"]
 
 
 def loaded(shares: tuple[float, ...], ranks: Any, path: str | None, only_rank_0: bool) -> bool:
@@ -61,13 +61,13 @@ def loaded(shares: tuple[float, ...], ranks: Any, path: str | None, only_rank_0:
 @pytest.mark.parametrize("only_rank_0", [False, True])
 @pytest.mark.parametrize("kind", ["mapping", "file"])
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 2, 3)])
-def test_loading_a_whole_state(crews: Crews, tmp_path: Path, kind: str, only_rank_0: bool, ranks: Any) -> None:
+def test_loading_a_whole_state(worker_pools: Pools, tmp_path: Path, kind: str, only_rank_0: bool, ranks: Any) -> None:
     path = None
     if kind == "file":
         # As is usual in such files, the tied name is left out.
         path = str(tmp_path / "model.safetensors")
         save_file({k: v for k, v in whole_model(seed=9).state_dict().items() if k != "head.weight"}, path)
-    assert crews(4).run(loaded, THREE, ranks, path, only_rank_0) == [True] * 4
+    assert worker_pools(4).run(loaded, THREE, ranks, path, only_rank_0) == [True] * 4
 
 
 def elements_read(path: str) -> tuple[int, int]:
@@ -89,10 +89,10 @@ def elements_read(path: str) -> tuple[int, int]:
     return sum(read), sum(held.values())
 
 
-def test_a_rank_reads_only_its_slices(crews: Crews, tmp_path: Path) -> None:
+def test_a_rank_reads_only_its_slices(worker_pools: Pools, tmp_path: Path) -> None:
     path = str(tmp_path / "model.safetensors")
     save_file({k: v for k, v in whole_model().state_dict().items() if k != "head.weight"}, path)
-    found = crews(4).run(elements_read, path)
+    found = worker_pools(4).run(elements_read, path)
     assert [read for read, _ in found] == [held for _, held in found]
     assert found[2][0] < found[0][0]  # the one with a share of 0
 
@@ -119,15 +119,15 @@ def refused(change: str, strict: bool) -> tuple[str, bool]:
     ("change", "named"),
     [("missing", "out.weight"), ("unexpected", "other.weight"), ("shape", "qkv.weight is [3, 2], not [768, 2]")],
 )
-def test_a_state_of_another_model_changes_nothing(crews: Crews, change: str, named: str) -> None:
-    for said, unchanged in crews(2).run(refused, change, True):
+def test_a_state_of_another_model_changes_nothing(worker_pools: Pools, change: str, named: str) -> None:
+    for said, unchanged in worker_pools(2).run(refused, change, True):
         assert named in said
         assert unchanged
 
 
-def test_names_can_be_skipped_but_not_shapes(crews: Crews) -> None:
-    assert crews(2).run(refused, "unexpected", False) == [("", True)] * 2
-    assert all("qkv.weight" in said and unchanged for said, unchanged in crews(2).run(refused, "shape", False))
+def test_names_can_be_skipped_but_not_shapes(worker_pools: Pools) -> None:
+    assert worker_pools(2).run(refused, "unexpected", False) == [("", True)] * 2
+    assert all("qkv.weight" in said and unchanged for said, unchanged in worker_pools(2).run(refused, "shape", False))
 
 
 def from_nowhere(path: str | None) -> str:
@@ -139,5 +139,5 @@ def from_nowhere(path: str | None) -> str:
 @pytest.mark.parametrize(
     ("path", "said"), [(None, "rank 0 has no state"), ("x.pt", "not a .safetensors"), ("y.safetensors", "no such file")]
 )
-def test_no_source(crews: Crews, path: str | None, said: str) -> None:
-    assert all(said in told for told in crews(2).run(from_nowhere, path))
+def test_no_source(worker_pools: Pools, path: str | None, said: str) -> None:
+    assert all(said in told for told in worker_pools(2).run(from_nowhere, path))

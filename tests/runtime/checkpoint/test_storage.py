@@ -22,9 +22,9 @@ from lopsided.errors import CheckpointError
 from lopsided.runtime.checkpoint.folder import read_table
 from lopsided.runtime.checkpoint.storage import Held, LoadPlanner, SafeReader, SafeWriter, SavePlanner, check_files
 from lopsided.runtime.checkpoint.tensor_file import NAMES, TensorEntry, TensorFile, write_tensors
-from lopsided.runtime.pieces import Chunk
+from lopsided.runtime.parameters.pieces import Chunk
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 ROWS = torch.arange(24.0).reshape(6, 4)
 
 
@@ -51,9 +51,9 @@ def stored(folder: str) -> dict[str, str]:
     return {path.name: path.suffix for path in Path(folder).iterdir()}
 
 
-def test_chunks_come_back_in_other_pieces(crews: Crews, tmp_path: Path) -> None:
+def test_chunks_come_back_in_other_pieces(worker_pools: Pools, tmp_path: Path) -> None:
     folder = tmp_path / "stored"
-    crews(3).run(stored, str(folder))
+    worker_pools(3).run(stored, str(folder))
     # The third has nothing to write.
     assert {path.name for path in folder.iterdir()} == {"metadata.json", *(f"rank-0000{r}.safetensors" for r in (0, 1))}
     assert torch.equal(SafeReader(folder).whole("rows"), ROWS)

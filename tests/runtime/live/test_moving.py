@@ -17,10 +17,10 @@ from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
-from lopsided.runtime.moving import with_shares
+from lopsided.runtime.live.moving import with_shares
 from tests.support.jobs import plan_of, prices_of
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 SPEC = "gpt2:layers=1,width=16,heads=2,seq=6,vocab=31,dropout=0,batch=6"
 SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
 STEPS = 9
@@ -94,8 +94,8 @@ def with_named(plan: Plan, named: tuple[tuple[str, tuple[float, ...]], ...]) -> 
 
 
 @pytest.mark.parametrize(("how", "streamed"), [("cut", False), ("whole", True)])
-def test_shares_change_and_losses_do_not(crews: Crews, how: str, streamed: bool) -> None:
-    for rank, (losses, wanted, error, rows) in enumerate(crews(3).run(moved, how, streamed)):
+def test_shares_change_and_losses_do_not(worker_pools: Pools, how: str, streamed: bool) -> None:
+    for rank, (losses, wanted, error, rows) in enumerate(worker_pools(3).run(moved, how, streamed)):
         assert losses == pytest.approx(wanted, rel=1e-9)
         assert error < 1e-9
         assert rows == [(3, 1, 2)[rank]] * 3 + [(1, 3, 2)[rank]] * 4 + [(2, 2, 2)[rank]] * 2
@@ -121,7 +121,7 @@ def refused() -> list[str]:
     return told
 
 
-def test_what_needs_a_restart_is_refused(crews: Crews) -> None:
-    for told in crews(3).run(refused):
+def test_what_needs_a_restart_is_refused(worker_pools: Pools) -> None:
+    for told in worker_pools(3).run(refused):
         assert "its program is another one" in told[0]
         assert "its copy holds pieces too" in told[1]

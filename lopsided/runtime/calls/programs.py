@@ -26,10 +26,10 @@ from lopsided.ir.graph import Graph
 from lopsided.ir.program import Program, parse_program
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.same_storage import program_for
-from lopsided.runtime.adoption import replaced
 from lopsided.runtime.agreement import from_first
-from lopsided.runtime.calls import CallForm, Given, Signature
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.calls.call_form import CallForm, Given, Signature
+from lopsided.runtime.parameters.adoption import replaced
+from lopsided.runtime.parameters.pieces import Piece
 from lopsided.schedule.rounds import NoRoundsError, Rounds, batch_size, in_rounds
 
 MOST_PROGRAMS = 64

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 from lopsided.errors import TrainingError
-from lopsided.runtime.piece_tensors import CanReduce, piece_parameter
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.piece_tensors import CanReduce, piece_parameter
+from lopsided.runtime.parameters.pieces import Piece
 
 
 def adopt(
     model: nn.Module,
     pieces: Mapping[str, Piece],
     local: Mapping[str, Tensor],
-    wire: CanReduce | None,
+    communicator: CanReduce | None,
     together: Callable[[str], None],
 ) -> None:
-    """Put this process's tensors in place of the model's. `wire` is to those that hold pieces beside this process."""
-    made = {name: piece_parameter(piece, local[name], wire, together) for name, piece in pieces.items()}
+    """Put this process's tensors in place of the model's. `communicator` is to those that hold the other pieces."""
+    made = {name: piece_parameter(piece, local[name], communicator, together) for name, piece in pieces.items()}
     first = {also: name for name, piece in pieces.items() for also in (name, *piece.also)}
     for path, module in model.named_modules():
         for key in [key for key, tensor in module._parameters.items() if tensor is not None]:

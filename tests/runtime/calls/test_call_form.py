@@ -143,8 +143,8 @@ def returns_a_tuple(how: str, shares: Shares) -> float:
 
 @pytest.mark.parametrize("shares", [SHARES, NONE_FOR_ONE], ids=["all", "one-has-nothing"])
 @pytest.mark.parametrize("how", ["dp", "zero"])
-def test_a_tuple_as_the_model_returns_it(crews: Callable[[int], WorkerPool], how: str, shares: Shares) -> None:
-    assert max(crews(3).run(returns_a_tuple, how, shares)) < 1e-9
+def test_a_tuple_as_the_model_returns_it(worker_pools: Callable[[int], WorkerPool], how: str, shares: Shares) -> None:
+    assert max(worker_pools(3).run(returns_a_tuple, how, shares)) < 1e-9
 
 
 def returns_a_dataclass() -> float:
@@ -166,8 +166,8 @@ def returns_a_dataclass() -> float:
     return max(worst)
 
 
-def test_a_dataclass_with_a_metric_that_the_loss_does_not_need(crews: Callable[[int], WorkerPool]) -> None:
-    assert max(crews(3).run(returns_a_dataclass)) < 1e-9
+def test_a_dataclass_with_a_metric_that_the_loss_does_not_need(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert max(worker_pools(3).run(returns_a_dataclass)) < 1e-9
 
 
 class WithAux(Classifier):
@@ -196,8 +196,8 @@ def terms_the_loss_does_not_know() -> list[str]:
     return told
 
 
-def test_a_term_that_would_lose_its_gradient_is_refused(crews: Callable[[int], WorkerPool]) -> None:
-    for returned, stored, again in crews(3).run(terms_the_loss_does_not_know):
+def test_a_term_that_would_lose_its_gradient_is_refused(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for returned, stored, again in worker_pools(3).run(terms_the_loss_does_not_know):
         assert "an output that the loss of the model does not depend on" in returned
         assert "forward stores a tensor in model.aux" in stored
         assert "forward stores a tensor in model.aux" in again
@@ -213,8 +213,8 @@ def twice_differentiated() -> str:
     return ""
 
 
-def test_second_derivatives_are_refused(crews: Callable[[int], WorkerPool]) -> None:
-    assert all("create_graph=True" in text for text in crews(3).run(twice_differentiated))
+def test_second_derivatives_are_refused(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert all("create_graph=True" in text for text in worker_pools(3).run(twice_differentiated))
 
 
 def whole_state(how: str) -> tuple[float, str]:
@@ -231,8 +231,8 @@ def whole_state(how: str) -> tuple[float, str]:
     return worst, ""
 
 
-def test_whole_tensors_are_loaded_and_not_drawn(crews: Callable[[int], WorkerPool]) -> None:
-    for worst, told in crews(3).run(whole_state, "zero"):
+def test_whole_tensors_are_loaded_and_not_drawn(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for worst, told in worker_pools(3).run(whole_state, "zero"):
         assert worst < 1e-9
         assert "would draw for this process's piece of up.weight" in told
 
@@ -248,8 +248,8 @@ def term_of_rows() -> str:
     return ""
 
 
-def test_a_loss_of_some_rows_is_refused(crews: Callable[[int], WorkerPool]) -> None:
-    assert all("this rank's rows of an output" in text for text in crews(3).run(term_of_rows))
+def test_a_loss_of_some_rows_is_refused(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert all("this rank's rows of an output" in text for text in worker_pools(3).run(term_of_rows))
 
 
 def loss_outside(how: str) -> float:
@@ -271,8 +271,8 @@ def loss_outside(how: str) -> float:
 
 
 @pytest.mark.parametrize("how", ["dp", "zero"])
-def test_a_loss_that_only_the_script_knows(crews: Callable[[int], WorkerPool], how: str) -> None:
-    assert max(crews(3).run(loss_outside, how)) < 1e-9
+def test_a_loss_that_only_the_script_knows(worker_pools: Callable[[int], WorkerPool], how: str) -> None:
+    assert max(worker_pools(3).run(loss_outside, how)) < 1e-9
 
 
 # The loss function
@@ -311,8 +311,8 @@ def usual_loop(how: str) -> float:
 
 
 @pytest.mark.parametrize("how", ["dp", "zero"])
-def test_the_usual_loop(crews: Callable[[int], WorkerPool], how: str) -> None:
-    assert max(crews(3).run(usual_loop, how)) < 1e-9
+def test_the_usual_loop(worker_pools: Callable[[int], WorkerPool], how: str) -> None:
+    assert max(worker_pools(3).run(usual_loop, how)) < 1e-9
 
 
 def loss_is_a_module() -> tuple[float, set[str]]:
@@ -324,8 +324,8 @@ def loss_is_a_module() -> tuple[float, set[str]]:
     return worst, {*pm.state_dict()} ^ {*alone.state_dict()}
 
 
-def test_a_loss_that_is_a_module_is_no_part_of_the_model(crews: Callable[[int], WorkerPool]) -> None:
-    for worst, keys in crews(3).run(loss_is_a_module):
+def test_a_loss_that_is_a_module_is_no_part_of_the_model(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for worst, keys in worker_pools(3).run(loss_is_a_module):
         assert worst < 1e-9
         assert keys == set()
 
@@ -362,8 +362,8 @@ def usual_loop_beside_an_idle_device() -> tuple[float, int]:
     return max(worst), pm.world.place
 
 
-def test_the_usual_loop_on_a_rank_whose_device_is_idle(crews: Callable[[int], WorkerPool]) -> None:
-    found = crews(3).run(usual_loop_beside_an_idle_device)
+def test_the_usual_loop_on_a_rank_whose_device_is_idle(worker_pools: Callable[[int], WorkerPool]) -> None:
+    found = worker_pools(3).run(usual_loop_beside_an_idle_device)
     assert [place for _, place in found] == [0, 1, -1]
     assert max(worst for worst, _ in found) < 1e-9
 
@@ -384,8 +384,8 @@ def wrong_uses() -> list[str]:
     return told
 
 
-def test_an_output_before_its_loss_is_refused(crews: Callable[[int], WorkerPool]) -> None:
-    for before, part, _ in crews(3).run(wrong_uses):
+def test_an_output_before_its_loss_is_refused(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for before, part, _ in worker_pools(3).run(wrong_uses):
         assert "before the loss function was called" in before
         assert "a part of what the model returned" in part
 
@@ -401,8 +401,8 @@ def loss_of_outputs_alone() -> float:
     return max(far(loss, one), gap(pm, alone))
 
 
-def test_a_loss_of_the_output_alone(crews: Callable[[int], WorkerPool]) -> None:
-    assert max(crews(3).run(loss_of_outputs_alone)) < 1e-9
+def test_a_loss_of_the_output_alone(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert max(worker_pools(3).run(loss_of_outputs_alone)) < 1e-9
 
 
 # Any shape
@@ -426,8 +426,8 @@ def shapes(how: str) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("how", ["dp", "zero"])
-def test_any_shape_on_the_same_pieces(crews: Callable[[int], WorkerPool], how: str) -> None:
-    for worst, programs in crews(3).run(shapes, how):
+def test_any_shape_on_the_same_pieces(worker_pools: Callable[[int], WorkerPool], how: str) -> None:
+    for worst, programs in worker_pools(3).run(shapes, how):
         assert worst < 1e-9
         assert programs == 5
 
@@ -459,8 +459,8 @@ class Masked(Classifier):
         return logits, F.cross_entropy(logits, target)
 
 
-def test_samples_of_different_lengths_are_padded_to_a_few(crews: Callable[[int], WorkerPool]) -> None:
-    found = crews(3).run(padded)
+def test_samples_of_different_lengths_are_padded_to_a_few(worker_pools: Callable[[int], WorkerPool]) -> None:
+    found = worker_pools(3).run(padded)
     for worst, lengths in found:
         assert worst < 1e-9
         assert lengths == found[0][1]
@@ -503,8 +503,8 @@ def numbers() -> tuple[float, int]:
     return max(worst), made
 
 
-def test_numbers_and_attributes_may_change(crews: Callable[[int], WorkerPool]) -> None:
-    for worst, programs in crews(3).run(numbers):
+def test_numbers_and_attributes_may_change(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for worst, programs in worker_pools(3).run(numbers):
         assert worst < 1e-9
         assert programs <= 6  # those of the scale alone share one
 
@@ -593,8 +593,8 @@ def with_knobs() -> dict[str, float]:
     return found
 
 
-def test_whatever_the_loss_depends_on_may_change(crews: Callable[[int], WorkerPool]) -> None:
-    for found in crews(3).run(with_knobs):
+def test_whatever_the_loss_depends_on_may_change(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for found in worker_pools(3).run(with_knobs):
         assert [which for which, worst in found.items() if worst > 1e-9] == []
 
 
@@ -608,8 +608,8 @@ def objects_as_arguments() -> float:
     return max(far(pm(tokens_of(), Gain(k)), alone(tokens_of(), Gain(k))) for k in (1.0, 0.5, np.float32(0.25)))
 
 
-def test_an_object_among_the_arguments_may_change(crews: Callable[[int], WorkerPool]) -> None:
-    assert max(crews(3).run(objects_as_arguments)) < 1e-9
+def test_an_object_among_the_arguments_may_change(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert max(worker_pools(3).run(objects_as_arguments)) < 1e-9
 
 
 def set_on_one_rank(known: bool) -> str:
@@ -626,14 +626,14 @@ def set_on_one_rank(known: bool) -> str:
     return ""
 
 
-def test_an_attribute_that_differs_by_rank_is_named(crews: Callable[[int], WorkerPool]) -> None:
-    for text in crews(3).run(set_on_one_rank, False):
+def test_an_attribute_that_differs_by_rank_is_named(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for text in worker_pools(3).run(set_on_one_rank, False):
         assert "what forward reads is other than before: model.tau was 1.0 and is 0.6 on rank 1" in text
 
 
 def test_a_rank_that_is_told_alone_ends_the_others() -> None:
-    with WorkerPool(3, timeout_s=60) as crew:
-        outcomes = crew.outcomes(set_on_one_rank, True)
+    with WorkerPool(3, timeout_s=60) as pool:
+        outcomes = pool.outcomes(set_on_one_rank, True)
     assert "model.tau was 1.0 and is 0.6 on rank 1" in outcomes[1][1]
     for rank in (0, 2):  # which wait in a collective: their processes end, long before timeout_s
         assert outcomes[rank][0] is False
@@ -650,8 +650,8 @@ def annealed() -> str:
     return ""
 
 
-def test_an_attribute_that_changes_in_every_step_is_named(crews: Callable[[int], WorkerPool]) -> None:
-    for text in crews(3).run(annealed):
+def test_an_attribute_that_changes_in_every_step_is_named(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for text in worker_pools(3).run(annealed):
         assert "model.tau was 0." in text
         assert "pass it to forward as an argument" in text
 
@@ -681,8 +681,8 @@ def gradient_of_input(how: str) -> float:
 
 
 @pytest.mark.parametrize("how", ["dp", "zero"])
-def test_an_input_gets_its_whole_gradient(crews: Callable[[int], WorkerPool], how: str) -> None:
-    assert max(crews(3).run(gradient_of_input, how)) < 1e-9
+def test_an_input_gets_its_whole_gradient(worker_pools: Callable[[int], WorkerPool], how: str) -> None:
+    assert max(worker_pools(3).run(gradient_of_input, how)) < 1e-9
 
 
 # The model itself
@@ -710,8 +710,8 @@ def whole_again() -> tuple[list[str], float]:
     return told, far(made(tokens_of()), alone(tokens_of()))
 
 
-def test_the_whole_model_on_one_rank(crews: Callable[[int], WorkerPool]) -> None:
-    for told, gap in crews(3).run(whole_again):
+def test_the_whole_model_on_one_rank(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for told, gap in worker_pools(3).run(whole_again):
         assert all("lopsided.whole(pm)" in text for text in told)
         assert gap < 1e-9
 

@@ -19,9 +19,9 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World
 from lopsided.errors import WorldError
 from lopsided.ir.placement import I, S
-from lopsided.runtime import replicas
-from lopsided.runtime.pieces import Piece
-from lopsided.runtime.replicas import DriftWarning, check, compare_replicas, digest, repair
+from lopsided.runtime.parameters import replicas
+from lopsided.runtime.parameters.pieces import Piece
+from lopsided.runtime.parameters.replicas import DriftWarning, check, compare_replicas, digest, repair
 from tests.support import clusters
 
 DTYPES = (
@@ -114,7 +114,7 @@ class Fake(nn.Module):
         group = dist.group.WORLD
         assert group is not None
         network = Network(clusters.cluster(clusters.kind(count=size)))
-        self.__dict__["wire"] = Communicator(group, torch.device("cpu"), network, timeout_s=60)
+        self.__dict__["communicator"] = Communicator(group, torch.device("cpu"), network, timeout_s=60)
 
 
 def trained() -> tuple[Fake, torch.optim.Optimizer]:
@@ -167,8 +167,8 @@ def other_state() -> str:
     return told.value.what
 
 
-def test_drift_is_found_measured_and_repaired(crews: Callable[[int], WorkerPool]) -> None:
-    for before, found, after, same_version, own in crews(3).run(drift_apart):
+def test_drift_is_found_measured_and_repaired(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for before, found, after, same_version, own in worker_pools(3).run(drift_apart):
         assert before == []
         assert found[0][:2] == ("whole.weight", (1,))
         assert found[0][2] == pytest.approx(0.5, rel=0.01)
@@ -181,17 +181,17 @@ def test_drift_is_found_measured_and_repaired(crews: Callable[[int], WorkerPool]
         assert own  # pieces of cut parameters are nobody else's business
 
 
-def test_the_first_rank_warns(crews: Callable[[int], WorkerPool]) -> None:
+def test_the_first_rank_warns(worker_pools: Callable[[int], WorkerPool]) -> None:
     said = ["1 replicas had drifted apart, repaired from rank 0: norm.running_mean on rank 1 by up to 2"]
-    assert crews(2).run(warned, True) == [(said, 1, 0), ([], 1, 0)]
+    assert worker_pools(2).run(warned, True) == [(said, 1, 0), ([], 1, 0)]
     left = [said[0].replace("repaired from rank 0", "not repaired")]
-    assert crews(2).run(warned, False) == [(left, 1, 1), ([], 1, 1)]
+    assert worker_pools(2).run(warned, False) == [(left, 1, 1), ([], 1, 1)]
 
 
-def test_ranks_with_other_state_are_named(crews: Callable[[int], WorkerPool]) -> None:
-    for told in crews(3).run(other_state):
+def test_ranks_with_other_state_are_named(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for told in worker_pools(3).run(other_state):
         assert told.startswith("replicas cannot be compared: the number of tensors is 18 on rank 1, 19 on ranks 0, 2")
 
 
-def test_one_device_has_no_replicas(crews: Callable[[int], WorkerPool]) -> None:
-    assert [len(row[1]) for row in crews(1).run(drift_apart)] == [0]
+def test_one_device_has_no_replicas(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert [len(row[1]) for row in worker_pools(1).run(drift_apart)] == [0]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lopsided.runtime.pace import LOOK, Balancing, PaceSeen, gain_s, in_proportion, median_and_error
+from lopsided.runtime.live.pace import LOOK, Balancing, PaceSeen, gain_s, in_proportion, median_and_error
 
 SPEEDS = (3.0, 2.0, 1.0)
 Story = Callable[[int], tuple[float, ...]]  # the speeds of the devices, by look

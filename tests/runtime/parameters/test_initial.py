@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lopsided.errors import ModelError
 from lopsided.ir.placement import I, Placement, S
-from lopsided.runtime.initial import initialise
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.initial import initialise
+from lopsided.runtime.parameters.pieces import Piece
 
 CPU = torch.device("cpu")
 COUNTS = (3, 1, 0)

@@ -47,7 +47,7 @@ from lopsided.comm.world import World, group_to_talk, waiting
 from lopsided.errors import BatchError
 from lopsided.ir.graph import Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of, start_of
-from lopsided.runtime.calls import HandedOut
+from lopsided.runtime.calls.call_form import HandedOut
 from lopsided.runtime.parallel import Parallel
 
 _END = object()

@@ -28,7 +28,7 @@ from lopsided.errors import TrainingError
 from lopsided.executor.chunked import Unmade
 from lopsided.ir.graph import DTYPES
 from lopsided.ir.placement import I, Placement, S
-from lopsided.runtime.calls import Given
+from lopsided.runtime.calls.call_form import Given
 
 _MOST_DIMS = 16
 _WHOLE = "lopsided_whole"  # the attribute of a tensor that knows the value whose rows it is

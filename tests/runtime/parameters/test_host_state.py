@@ -15,15 +15,15 @@ from torch import Tensor, nn
 import lopsided
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.placement import Shares
-from lopsided.runtime import host_state
 from lopsided.runtime.checkpoint.checkpoint import load, save
-from lopsided.runtime.host_state import is_on_host, is_under_way, keep_on_host, watch_steps
-from lopsided.runtime.optimizers import is_sliceable
 from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parameters import host_state
+from lopsided.runtime.parameters.host_state import is_on_host, is_under_way, keep_on_host, watch_steps
+from lopsided.runtime.parameters.optimizers import is_sliceable
 from lopsided.schedule.schedule import OnHost
 from tests.support.small_net import THREE, batch_of, net, planned
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 Maker = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -276,8 +276,8 @@ def same_steps(kind: str, by_closure: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize(("kind", "by_closure"), [("dp", False), ("zero", False), ("zero-again", True)])
-def test_processes_train_the_same(crews: Crews, kind: str, by_closure: bool) -> None:
-    assert all(map(all, crews(3).run(same_steps, kind, by_closure)))
+def test_processes_train_the_same(worker_pools: Pools, kind: str, by_closure: bool) -> None:
+    assert all(map(all, worker_pools(3).run(same_steps, kind, by_closure)))
 
 
 def resumed(folder: str, away: bool, shares: Shares, saves: bool) -> tuple[list[float], bool]:
@@ -301,16 +301,16 @@ OTHER = Shares((0.2, 0.5, 0.3), named=(("state", (0.6, 0.1, 0.3)),))
 
 
 @pytest.mark.parametrize("saved_away", [True, False])
-def test_a_checkpoint_goes_on_wherever_state_lies(crews: Crews, tmp_path: Path, saved_away: bool) -> None:
+def test_a_checkpoint_goes_on_wherever_state_lies(worker_pools: Pools, tmp_path: Path, saved_away: bool) -> None:
     folder = str(tmp_path / "saved")
-    through = crews(3).run(resumed, folder, saved_away, THREE, True)[0][0]
-    again = crews(3).run(resumed, folder, not saved_away, OTHER, False)
+    through = worker_pools(3).run(resumed, folder, saved_away, THREE, True)[0][0]
+    again = worker_pools(3).run(resumed, folder, not saved_away, OTHER, False)
     assert all(there for _, there in again)
     assert again[0][0] == pytest.approx(through[2:], rel=1e-9)
 
 
 def moved() -> tuple[list[float], list[float]]:
-    from lopsided.runtime.moving import with_shares
+    from lopsided.runtime.live.moving import with_shares
 
     told = []
     for move in (False, True):
@@ -325,6 +325,6 @@ def moved() -> tuple[list[float], list[float]]:
     return told[0], told[1]
 
 
-def test_pieces_move_with_state_on_the_host(crews: Crews) -> None:
-    for stayed, went in crews(3).run(moved):
+def test_pieces_move_with_state_on_the_host(worker_pools: Pools) -> None:
+    for stayed, went in worker_pools(3).run(moved):
         assert went == pytest.approx(stayed, rel=1e-9)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import InputError, TrainingError
 from lopsided.ir.placement import I, Placement, S
-from lopsided.runtime.norms import clip_grad_norm_, grad_norm
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.norms import clip_grad_norm_, grad_norm
+from lopsided.runtime.parameters.pieces import Piece
 
 PLACED: dict[str, tuple[tuple[int, ...], Placement, tuple[int, ...]]] = {
     "whole": ((5, 3), I, ()),
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
     def alone(self) -> Model:
         self.world = SimpleNamespace(rank=0, size=1, ranks=(0,), place=0, device=torch.device("cpu"))
-        self.wire = _Wire()
+        self.communicator = _Wire()
         return self
 
 
@@ -100,20 +100,20 @@ def _clipped(dtype: torch.dtype, change: str, order: float, max_norm: float) -> 
     model.world = SimpleNamespace(
         rank=rank, size=4, ranks=ranks, place=rank if rank in ranks else -1, device=torch.device("cpu")
     )
-    model.wire = _Wire(group) if rank in ranks else None
+    model.communicator = _Wire(group) if rank in ranks else None
     norm = clip_grad_norm_(model, max_norm, order)
-    used = model.wire.used if model.wire is not None else 0
+    used = model.communicator.used if model.communicator is not None else 0
     return norm, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, used
 
 
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.5, math.inf, -math.inf, -1.0])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_in_processes_equals_one_device(
-    crews: Callable[[int], WorkerPool], order: float, max_norm: float
+    worker_pools: Callable[[int], WorkerPool], order: float, max_norm: float
 ) -> None:
     one = Model(None, torch.float64, plain)
     expected = nn.utils.clip_grad_norm_(one.parameters(), max_norm, order)
-    answers = crews(4).run(_clipped, torch.float64, "plain", order, max_norm)
+    answers = worker_pools(4).run(_clipped, torch.float64, "plain", order, max_norm)
     assert [used for *_, used in answers] == [1, 1, 1, 0]
     for norm, _, _ in answers:
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
@@ -129,9 +129,9 @@ def test_clipping_in_processes_equals_one_device(
 @pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("change", ["nan", "inf"])
 def test_what_is_not_finite_reaches_every_process(
-    crews: Callable[[int], WorkerPool], change: str, order: float
+    worker_pools: Callable[[int], WorkerPool], change: str, order: float
 ) -> None:
-    for norm, _, _ in crews(4).run(_clipped, torch.float32, change, order, 1.0):
+    for norm, _, _ in worker_pools(4).run(_clipped, torch.float32, change, order, 1.0):
         assert norm.isnan() if change == "nan" else norm.isinf()
 
 

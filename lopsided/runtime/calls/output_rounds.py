@@ -1,8 +1,8 @@
 """Outputs of a batch that was computed in rounds: as the call gave its batch, whole or this rank's rows.
 
-In: this rank's part of every output in every round. Out: tensors as `lopsided.runtime.outputs` hands them on. They have
-values and no gradients: the rounds' backward passes have been, and what they need is gone. A backward pass that comes
-to one is refused.
+In: this rank's part of every output in every round. Out: tensors as `calls.outputs` hands them on. They have values and
+no gradients: the rounds' backward passes have been, and what they need is gone. A backward pass that comes to one is
+refused.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lopsided.comm.redistribute import Redistributor
 from lopsided.errors import TrainingError
 from lopsided.executor.rounds import RoundsRan, detached
 from lopsided.ir.placement import Placement
-from lopsided.runtime.inputs import row_cut_of_round
-from lopsided.runtime.outputs import Output, OutputPart, RowCut, hand_on, output
+from lopsided.runtime.calls.inputs import row_cut_of_round
+from lopsided.runtime.calls.outputs import Output, OutputPart, RowCut, hand_on, output
 from lopsided.schedule.rounds import Rounds
 
 

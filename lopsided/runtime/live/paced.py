@@ -24,8 +24,8 @@ from lopsided.errors import InputError, LopsidedError, shown
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.runtime.agreement import from_first
-from lopsided.runtime.moving import bytes_to_move, check_movable, cuts_alike, take_shares, with_shares
-from lopsided.runtime.pace import LOOK, Balancing, PaceSeen, in_proportion, median_and_error, steps_to_look
+from lopsided.runtime.live.moving import bytes_to_move, check_movable, cuts_alike, take_shares, with_shares
+from lopsided.runtime.live.pace import LOOK, Balancing, PaceSeen, in_proportion, median_and_error, steps_to_look
 
 if TYPE_CHECKING:
     from lopsided.runtime.parallel import Parallel

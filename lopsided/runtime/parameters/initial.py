@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lopsided.errors import ModelError
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.pieces import Piece
 
 Init = Callable[[nn.Module], object]
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.placement import I, S
-from lopsided.runtime import optimizers
-from lopsided.runtime.optimizers import NotElementwiseWarning, is_elementwise, watch_optimizers
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters import optimizers
+from lopsided.runtime.parameters.optimizers import NotElementwiseWarning, is_elementwise, watch_optimizers
+from lopsided.runtime.parameters.pieces import Piece
 from tests.support.small_net import batch_of, both, gap
 
 
@@ -246,5 +246,5 @@ def steps_with_closures() -> float:
     return gap(pm, alone, gradients=False)
 
 
-def test_a_closure_clips_by_the_norm_of_the_whole(crews: Callable[[int], WorkerPool]) -> None:
-    assert max(crews(3).run(steps_with_closures)) < 1e-9
+def test_a_closure_clips_by_the_norm_of_the_whole(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert max(worker_pools(3).run(steps_with_closures)) < 1e-9

@@ -17,9 +17,9 @@ from lopsided.errors import BatchError
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import I, Placement, S
 from lopsided.ir.program import Program
-from lopsided.runtime import replicas
-from lopsided.runtime.calls import Given, HandedOut, Signature
-from lopsided.runtime.outputs import RowCut
+from lopsided.runtime.calls.call_form import Given, HandedOut, Signature
+from lopsided.runtime.calls.outputs import RowCut
+from lopsided.runtime.parameters import replicas
 from lopsided.schedule.rounds import Rounds
 
 Shape = tuple[int, ...]

@@ -19,7 +19,7 @@ from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import waiting
 from lopsided.errors import InputError, TrainingError
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.piece_tensors import plain_gradient
+from lopsided.runtime.parameters.piece_tensors import plain_gradient
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -58,9 +58,11 @@ def grad_norm(pm: Parallel, norm_type: float = 2.0, *, call: str = "grad_norm") 
         )
     pm.together(call)
     total = torch.zeros(1, dtype=torch.float64, device=world.device)
-    if pm.wire is not None:
+    if pm.communicator is not None:
         norms = _norms(_counted_here(pm), order, world.device)
-        total = _extreme(norms, order, pm.wire) if math.isinf(order) else _power_sum(norms, order, pm.wire)
+        total = (
+            _extreme(norms, order, pm.communicator) if math.isinf(order) else _power_sum(norms, order, pm.communicator)
+        )
     if len(world.ranks) < world.size:
         with waiting(call):
             dist.broadcast(total, world.ranks[0])
@@ -99,13 +101,13 @@ def _norms(grads: Sequence[Tensor], order: float, device: torch.device) -> Tenso
     return torch.stack(norms).double() if norms else torch.zeros(0, dtype=torch.float64, device=device)
 
 
-def _power_sum(norms: Tensor, order: float, wire: Communicator) -> Tensor:
+def _power_sum(norms: Tensor, order: float, communicator: Communicator) -> Tensor:
     # In double precision the power of a norm in single precision neither overflows nor vanishes.
     powers = norms.pow(order).sum().reshape(1)
-    return wire.all_reduce(powers, what="the norm of the gradient").wait().pow(1 / order)
+    return communicator.all_reduce(powers, what="the norm of the gradient").wait().pow(1 / order)
 
 
-def _extreme(norms: Tensor, order: float, wire: Communicator) -> Tensor:
+def _extreme(norms: Tensor, order: float, communicator: Communicator) -> Tensor:
     """The largest element, or the smallest for an order of -inf."""
     sign = 1.0 if order > 0 else -1.0
     largest = torch.finfo(torch.float64).max
@@ -113,6 +115,6 @@ def _extreme(norms: Tensor, order: float, wire: Communicator) -> Tensor:
     # A maximum over processes may lose what is not a number, so that travels as infinity, and infinity as the largest.
     mine = torch.cat([nothing, sign * norms]).amax().reshape(1)
     sent = mine.clamp(max=largest).where(~mine.isnan(), math.inf)
-    found = wire.maximum(sent, what="the norm of the gradient").wait()
+    found = communicator.maximum(sent, what="the norm of the gradient").wait()
     found = found.where(found < largest, math.inf).where(found != math.inf, math.nan)
     return sign * found

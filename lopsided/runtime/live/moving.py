@@ -30,9 +30,9 @@ from lopsided.runtime.agreement import cuts_of, in_group_order
 from lopsided.runtime.checkpoint.optimizer_state import State, number_of, optimizer_kept
 from lopsided.runtime.checkpoint.tensor_file import DTYPES
 from lopsided.runtime.control_plane import accord_of
-from lopsided.runtime.host_state import is_on_host, on_host
-from lopsided.runtime.piece_tensors import PieceParameter, plain, plain_gradient
-from lopsided.runtime.pieces import Piece, piece_of
+from lopsided.runtime.parameters.host_state import is_on_host, on_host
+from lopsided.runtime.parameters.piece_tensors import PieceParameter, plain, plain_gradient
+from lopsided.runtime.parameters.pieces import Piece, piece_of
 
 if TYPE_CHECKING:
     from lopsided.runtime.parallel import Parallel
@@ -151,13 +151,13 @@ def _changed(pm: Parallel, shares: Shares) -> dict[str, Piece]:
 
 def _move(pm: Parallel, old: Piece, new: Piece, local: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """This rank's new piece of a tensor of which every rank has its old one."""
-    if pm.wire is None:  # a rank without a device, of which `check_movable` knows
+    if pm.communicator is None:  # a rank without a device, of which `check_movable` knows
         return new.take(torch.empty(0))
     shapes = [old.placement.local_shape(old.shape, old.counts, rank) for rank in range(len(old.counts))]
     counts = [math.prod(shape) for shape in shapes]
     device = pm.world.device
     mine = torch.empty(0, dtype=dtype, device=device) if local is None else local.to(device).reshape(-1).contiguous()
-    flat = pm.wire.all_gather(mine, counts, what=f"{old.name}, moved").wait()
+    flat = pm.communicator.all_gather(mine, counts, what=f"{old.name}, moved").wait()
     whole = old.join([part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)])
     return new.take(whole).clone(memory_format=torch.contiguous_format)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import World, odd_ones, these
 from lopsided.errors import WorldError
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.pieces import Piece
 
 _CHUNK_BYTES = 8 * 2**18
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio's bits
@@ -39,7 +39,7 @@ class Replicated(Protocol):
     @property
     def world(self) -> World: ...
     @property
-    def wire(self) -> Communicator | None: ...
+    def communicator(self) -> Communicator | None: ...
     @property
     def pieces(self) -> Mapping[str, Piece]: ...
     def named_parameters(
@@ -134,34 +134,38 @@ def compare_replicas(pm: Replicated, optimizer: torch.optim.Optimizer | None = N
 
     All ranks call it, and get the same answer; a bystander, which holds nothing, gets none.
     """
-    wire = pm.wire
-    if wire is None or wire.size == 1:
+    communicator = pm.communicator
+    if communicator is None or communicator.size == 1:
         return ()
     held = _replicas(pm, optimizer)
-    _check_names(pm, wire, list(held))
+    _check_names(pm, communicator, list(held))
     device = pm.world.device
     if not held:
         return ()
     mine = torch.stack([digest(tensor).to(device) for tensor in held.values()])
-    told = wire.all_gather(mine, [len(mine)] * wire.size, what="digests of replicas").wait().view(wire.size, -1)
+    told = (
+        communicator.all_gather(mine, [len(mine)] * communicator.size, what="digests of replicas")
+        .wait()
+        .view(communicator.size, -1)
+    )
     # One transfer from the device, not one for each tensor.
     rows = told.eq(told[0]).logical_not_().t().tolist()
     drifts = []
     for (name, tensor), row in zip(held.items(), rows, strict=True):
         if any(row):
             ranks = tuple(pm.world.ranks[k] for k, differs in enumerate(row) if differs)
-            drifts.append(Drift(name, ranks, _largest_difference(tensor, name, wire, device)))
+            drifts.append(Drift(name, ranks, _largest_difference(tensor, name, communicator, device)))
     return tuple(drifts)
 
 
 def repair(pm: Replicated, drifts: Sequence[Drift], optimizer: torch.optim.Optimizer | None = None) -> None:
     """Give every rank what the first one has, in place. All ranks call it, with the same drifts."""
-    wire = pm.wire
-    if wire is None or not drifts:
+    communicator = pm.communicator
+    if communicator is None or not drifts:
         return
     held = _replicas(pm, optimizer)
     for drift in drifts:
-        for part, first in _beside_the_first(held[drift.name], drift.name, wire, pm.world.device):
+        for part, first in _beside_the_first(held[drift.name], drift.name, communicator, pm.world.device):
             part.copy_(first)
 
 
@@ -200,11 +204,16 @@ def _replicas(pm: Replicated, optimizer: torch.optim.Optimizer | None) -> dict[s
     return held
 
 
-def _check_names(pm: Replicated, wire: Communicator, names: Sequence[str]) -> None:
+def _check_names(pm: Replicated, communicator: Communicator, names: Sequence[str]) -> None:
     """Ranks that have other tensors than others cannot be compared, and would wait for each other."""
     said = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
     mine = torch.tensor([said, len(names)], device=pm.world.device)
-    told = wire.all_gather(mine, [2] * wire.size, what="names of replicas").wait().view(wire.size, 2).tolist()
+    told = (
+        communicator.all_gather(mine, [2] * communicator.size, what="names of replicas")
+        .wait()
+        .view(communicator.size, 2)
+        .tolist()
+    )
     heard = {
         rank: {"the number of tensors": str(count), "the digest of their names": f"{name:014x}"}
         for rank, (name, count) in zip(pm.world.ranks, told, strict=True)
@@ -218,24 +227,24 @@ def _check_names(pm: Replicated, wire: Communicator, names: Sequence[str]) -> No
 
 
 def _beside_the_first(
-    tensor: Tensor, name: str, wire: Communicator, device: torch.device
+    tensor: Tensor, name: str, communicator: Communicator, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Parts of a tensor, each with what the first rank has there. Moved as bytes: every dtype, and bit by bit."""
     rows = tensor.view(-1) if tensor.is_contiguous() else tensor
     for part in rows.split(max(_CHUNK_BYTES * len(rows) // max(tensor.nbytes, 1), 1)):
         # Some state of optimizers stays on the CPU, where NCCL cannot fetch it.
         first = part.to(device, copy=True, memory_format=torch.contiguous_format).view(-1)
-        wire.broadcast(first.view(torch.uint8), 0, what=f"{name} of the first rank").wait()
+        communicator.broadcast(first.view(torch.uint8), 0, what=f"{name} of the first rank").wait()
         yield part, first.view(part.shape)
 
 
-def _largest_difference(tensor: Tensor, name: str, wire: Communicator, device: torch.device) -> float:
+def _largest_difference(tensor: Tensor, name: str, communicator: Communicator, device: torch.device) -> float:
     kind = torch.complex128 if tensor.is_complex() else torch.float64
     largest = torch.zeros(1, dtype=torch.float64, device=device)
-    for part, first in _beside_the_first(tensor, name, wire, device):
+    for part, first in _beside_the_first(tensor, name, communicator, device):
         mine = part.to(device)
         difference = (mine.to(kind) - first.to(kind)).abs()
         # No number against a number is as different as can be; two that are none are not.
         difference[mine.isnan() != first.isnan()] = float("inf")
         largest = torch.maximum(largest, difference.nan_to_num(nan=0.0, posinf=float("inf")).max())
-    return float(wire.maximum(largest, what=f"drift of {name}").wait().item())
+    return float(communicator.maximum(largest, what=f"drift of {name}").wait().item())

@@ -20,10 +20,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lopsided.runtime.handover import adopt_parameters
-from lopsided.runtime.host_state import closure_is_done, end_failed_steps, is_under_way, step_in_slices, watch_steps
-from lopsided.runtime.piece_tensors import step_begins, step_ends
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.handover import adopt_parameters
+from lopsided.runtime.parameters.host_state import (
+    closure_is_done,
+    end_failed_steps,
+    is_under_way,
+    step_in_slices,
+    watch_steps,
+)
+from lopsided.runtime.parameters.piece_tensors import step_begins, step_ends
+from lopsided.runtime.parameters.pieces import Piece
 
 _TOLERANCE = 1e-6
 _SCALES = (1.0, 30.0, 0.03, 1.0)

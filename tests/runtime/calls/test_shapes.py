@@ -17,7 +17,7 @@ from lopsided.errors import BatchError, PlanError
 from lopsided.models.by_name import load
 from lopsided.planner.planner import plan_graph
 from lopsided.planner.same_storage import plan_for_shapes, step_on
-from lopsided.runtime.shapes import _fewest_filled, at_length, lengths_of
+from lopsided.runtime.calls.shapes import _fewest_filled, at_length, lengths_of
 from tests.support.jobs import cluster_of
 
 SPEC = "gpt2:layers=1,width=16,heads=2,vocab=31,dropout=0,batch=6,seq={}"
@@ -91,7 +91,7 @@ def trained() -> tuple[list[float], list[float], int]:
     return losses, [float(alone(**batch)) for batch in batches], len(pm._programs._calls)
 
 
-def test_every_length_has_one_devices_loss_and_programs_are_few(crews: Callable[[int], WorkerPool]) -> None:
-    for losses, expected, programs in crews(3).run(trained):
+def test_every_length_has_one_devices_loss_and_programs_are_few(worker_pools: Callable[[int], WorkerPool]) -> None:
+    for losses, expected, programs in worker_pools(3).run(trained):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert programs == 5

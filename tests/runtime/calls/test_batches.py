@@ -29,7 +29,7 @@ from lopsided.errors import BatchError
 from lopsided.ir.graph import Leaf, Value
 from lopsided.ir.placement import I, Placement, S, Shares
 from lopsided.models.zoo import SMALL
-from lopsided.runtime.batches import shard
+from lopsided.runtime.calls.batches import shard
 from tests.support.jobs import Run, classic, model_of, parallel_of
 
 SHARES = Shares((0.5, 0.3, 0.2, 0.0))
@@ -378,8 +378,8 @@ def _in_processes(length: int) -> list[list[int]]:
     return samples(list(shard(loader, model(rank, shares=Shares((0.5, 0.3, 0.2))))))
 
 
-def test_processes_agree_on_the_order_of_rank_0(crews: Callable[[int], WorkerPool]) -> None:
-    joined = [[*chain(*parts)] for parts in zip(*crews(3).run(_in_processes, 40), strict=True)]
+def test_processes_agree_on_the_order_of_rank_0(worker_pools: Callable[[int], WorkerPool]) -> None:
+    joined = [[*chain(*parts)] for parts in zip(*worker_pools(3).run(_in_processes, 40), strict=True)]
     assert sorted(chain(*joined)) == list(range(40))
 
 
@@ -391,8 +391,8 @@ def _refused(length: int) -> str:
     return ""
 
 
-def test_processes_with_fewer_batches_are_refused(crews: Callable[[int], WorkerPool]) -> None:
-    said = crews(3).run(_refused, 30)
+def test_processes_with_fewer_batches_are_refused(worker_pools: Callable[[int], WorkerPool]) -> None:
+    said = worker_pools(3).run(_refused, 30)
     assert said == ["", "rank 1 has 3 batches in an epoch and rank 0 has 4", said[1].replace("rank 1", "rank 2")]
 
 
@@ -424,9 +424,9 @@ def _losses(run: Run) -> tuple[list[float], list[float], list[float]]:
 
 
 @pytest.mark.parametrize("shares", [Shares((0.5, 0.25, 0.25)), Shares((0.5, 0.5, 0.0))])
-def test_a_model_takes_shares_of_batches(crews: Callable[[int], WorkerPool], shares: Shares) -> None:
+def test_a_model_takes_shares_of_batches(worker_pools: Callable[[int], WorkerPool], shares: Shares) -> None:
     run = classic(SMALL["llama"], "dp", shares)  # which draws nothing
-    for one_by_one, ahead, of_wholes in crews(3).run(_losses, run):
+    for one_by_one, ahead, of_wholes in worker_pools(3).run(_losses, run):
         assert len(ahead) == 3
         assert one_by_one == ahead
         assert ahead == pytest.approx(of_wholes, rel=1e-6)

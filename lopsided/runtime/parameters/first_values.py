@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lopsided.comm.world import World, group_to_talk, odd_ones, waiting
 from lopsided.errors import WorldError
-from lopsided.runtime.replicas import digest
+from lopsided.runtime.parameters.replicas import digest
 
 _CHUNK_BYTES = 2**24
 

@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import nn
 
-from lopsided.runtime.buffers import Buffers
+from lopsided.runtime.parameters.buffers import Buffers
 
 
 class Twice(nn.Module):

@@ -28,7 +28,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils as foreach_module
 
 from lopsided.errors import TrainingError
-from lopsided.runtime.pieces import Piece
+from lopsided.runtime.parameters.pieces import Piece
 
 Arguments = Sequence[Any]
 Keywords = Mapping[str, Any]
@@ -50,7 +50,7 @@ class Of:
     """What a tensor is a piece of."""
 
     name: str
-    wire: CanReduce
+    communicator: CanReduce
     together: Callable[[str], None]  # all processes that hold pieces are about to make this call
     count: int  # elements of the whole
     cut: int  # the dim that is cut, while the tensor has the shape of the piece
@@ -107,12 +107,12 @@ foreach_module._foreach_supported_types += [*_TYPES]  # type: ignore[list-item]
 
 
 def piece_parameter(
-    piece: Piece, local: Tensor, wire: CanReduce | None, together: Callable[[str], None]
+    piece: Piece, local: Tensor, communicator: CanReduce | None, together: Callable[[str], None]
 ) -> nn.Parameter:
     """A parameter of this process's values; one that knows what it is a piece of, if others hold pieces too."""
-    if wire is None or not piece.is_cut or len(piece.counts) == 1:
+    if communicator is None or not piece.is_cut or len(piece.counts) == 1:
         return nn.Parameter(local, requires_grad=piece.trained)
-    of = Of(piece.name, wire, together, math.prod(piece.shape), piece.placement.dim, piece.local_shape)
+    of = Of(piece.name, communicator, together, math.prod(piece.shape), piece.placement.dim, piece.local_shape)
     return _parameter(local, piece.trained, of)
 
 
@@ -320,7 +320,7 @@ class _Everywhere(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, of: Of, what: str) -> Tensor:
         of.together(what)
-        return of.wire.all_reduce(numbers.detach().clone(), what=f"{what} of {of.name}").wait()
+        return of.communicator.all_reduce(numbers.detach().clone(), what=f"{what} of {of.name}").wait()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -338,7 +338,7 @@ def _largest(numbers: Tensor, of: Of, what: str) -> Tensor:
     of.together(what)
     mine = numbers.detach().double().reshape(-1)
     sent = torch.cat([mine.masked_fill(mine.isnan(), -math.inf), mine.isnan().double()])
-    found, is_nan = of.wire.maximum(sent, what=f"{what} of {of.name}").wait().chunk(2)
+    found, is_nan = of.communicator.maximum(sent, what=f"{what} of {of.name}").wait().chunk(2)
     return found.masked_fill(is_nan > 0, math.nan).view(numbers.shape)
 
 

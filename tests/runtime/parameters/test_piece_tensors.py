@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lopsided.comm.worker_pool import WorkerPool
-from lopsided.runtime.piece_tensors import Of, _parameter
+from lopsided.runtime.parameters.piece_tensors import Of, _parameter
 from tests.support.small_net import batch_of, both, gap
 from tests.support.two_matrices import numbers, small, told
 
-Crews = Callable[[int], WorkerPool]
+Pools = Callable[[int], WorkerPool]
 
 
 # Norms and sums over pieces
@@ -62,8 +62,8 @@ def norms_by_hand(cut: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
-def test_norms_by_hand_are_those_of_the_whole(crews: Crews, cut: bool) -> None:
-    for off in crews(3).run(norms_by_hand, cut):
+def test_norms_by_hand_are_those_of_the_whole(worker_pools: Pools, cut: bool) -> None:
+    for off in worker_pools(3).run(norms_by_hand, cut):
         assert {name: error for name, error in off.items() if not error < 1e-7} == {}
 
 
@@ -88,8 +88,8 @@ def sharpness_aware() -> float:
     return gap(pm, alone, gradients=False)
 
 
-def test_sharpness_aware_minimisation(crews: Crews) -> None:
-    assert max(crews(3).run(sharpness_aware)) < 1e-9
+def test_sharpness_aware_minimisation(worker_pools: Pools) -> None:
+    assert max(worker_pools(3).run(sharpness_aware)) < 1e-9
 
 
 def compiled_steps() -> float:
@@ -106,8 +106,8 @@ def compiled_steps() -> float:
     return gap(pm, alone, gradients=False)
 
 
-def test_a_compiled_step(crews: Crews) -> None:
-    assert max(crews(3).run(compiled_steps)) < 1e-9
+def test_a_compiled_step(worker_pools: Pools) -> None:
+    assert max(worker_pools(3).run(compiled_steps)) < 1e-9
 
 
 def closures() -> tuple[float, bool]:
@@ -135,8 +135,8 @@ def closures() -> tuple[float, bool]:
     return gap(pm, alone, gradients=False), type(next(iter(pm.parameters()))) is not nn.Parameter
 
 
-def test_norms_in_the_closure_of_a_step_are_of_the_whole(crews: Crews) -> None:
-    for off, knows in crews(3).run(closures):
+def test_norms_in_the_closure_of_a_step_are_of_the_whole(worker_pools: Pools) -> None:
+    for off, knows in worker_pools(3).run(closures):
         assert off < 1e-9
         assert knows
 
@@ -164,8 +164,8 @@ def not_of_pieces() -> list[str]:
     return [told(job) for job in jobs]
 
 
-def test_what_cannot_be_put_together_is_refused(crews: Crews) -> None:
-    for said in crews(3).run(not_of_pieces):
+def test_what_cannot_be_put_together_is_refused(worker_pools: Pools) -> None:
+    for said in worker_pools(3).run(not_of_pieces):
         assert all(said)
         assert said[0].startswith("norm() would be of this process's piece of a alone: it goes along dim")
         assert "it cannot be put together from pieces" in said[1]
@@ -193,8 +193,8 @@ def switched_by_hand() -> float:
     return gap(pm, alone)
 
 
-def test_the_switch_of_ddp_for_accumulation(crews: Crews) -> None:
-    assert max(crews(3).run(switched_by_hand)) < 1e-12
+def test_the_switch_of_ddp_for_accumulation(worker_pools: Pools) -> None:
+    assert max(worker_pools(3).run(switched_by_hand)) < 1e-12
 
 
 # Mixed precision
@@ -226,8 +226,8 @@ def overflow() -> tuple[float, list[float], list[bool]]:
     return gap(pm, alone, gradients=False), scales, moved
 
 
-def test_a_gradient_that_overflows_on_one_rank(crews: Crews) -> None:
-    for off, scales, moved in crews(3).run(overflow):
+def test_a_gradient_that_overflows_on_one_rank(worker_pools: Pools) -> None:
+    for off, scales, moved in worker_pools(3).run(overflow):
         assert off < 1e-9
         assert scales[:4] == scales[4:] == [8.0, 4.0, 4.0, 8.0]
         assert moved == [True, False, True, True] * 2
@@ -273,6 +273,6 @@ def averaged(kind: str) -> tuple[list[float], float, float]:
 
 
 @pytest.mark.parametrize("kind", ["dp", "zero"])
-def test_copies_and_averages_of_weights(crews: Crews, kind: str) -> None:
-    for losses, model, trained in crews(3).run(averaged, kind):
+def test_copies_and_averages_of_weights(worker_pools: Pools, kind: str) -> None:
+    for losses, model, trained in worker_pools(3).run(averaged, kind):
         assert max(*losses, model, trained) < 1e-9

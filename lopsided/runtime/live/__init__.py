@@ -1,0 +1,1 @@
+"""Shares that follow the pace of devices while training."""
