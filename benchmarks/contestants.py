@@ -30,7 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lopsided.models import by_name as models
 from lopsided.planner.plan_file import load_plan
-from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parallelizing import parallelize
 
 SEED = 0
 LEARNING_RATE = 1e-4

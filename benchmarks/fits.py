@@ -40,11 +40,11 @@ from lopsided.planner.planner import plan_graph
 from lopsided.planner.recompute import blocks_of
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Calls, Costs, Scale, optimizer_named
+from lopsided.schedule.decisions import LEVELS, Decisions, Rerun
 from lopsided.schedule.loss_heads import loss_heads
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import price
-from lopsided.schedule.schedule import LEVELS, Decisions, Rerun
 from lopsided.schedule.timeline import run
 
 PAGE = Path(__file__).parents[1] / "docs" / "fits.md"

@@ -115,8 +115,12 @@ def middle(rows: list[list[float]]) -> float:
 
 
 def follows(rows: list[list[float]], reference_s: float) -> int | None:
-    """After how many steps the step is near the reference, and stays so for as many as are looked at."""
-    return next((k for k in range(len(rows) - OF + 1) if middle(rows[k : k + OF]) <= NEAR * reference_s), None)
+    """After how many steps shares have changed and the step is near the reference, for as many as are looked at.
+
+    A step that is near it without a change of shares was not slowed: other work on the machine hid what was done to it.
+    """
+    change = next((k for k, row in enumerate(rows) if row[1:] != rows[0][1:]), len(rows))
+    return next((k for k in range(change, len(rows) - OF + 1) if middle(rows[k : k + OF]) <= NEAR * reference_s), None)
 
 
 def slowed(steps: int) -> dict[str, Any]:

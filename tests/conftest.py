@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from lopsided.comm.worker_pool import WorkerPool
+from tests.support.shared_pools import shared_pools
 
 torch.set_num_threads(1)
 os.environ["LOPSIDED_CACHE"] = "0"  # nothing that is measured here is kept, or read from an earlier run
@@ -81,14 +82,6 @@ def _seeded() -> None:
 
 @pytest.fixture(scope="session")
 def worker_pools() -> Iterator[Callable[[int], WorkerPool]]:
-    """Worker processes that tests share: a pool of each size, started once."""
-    made: dict[int, WorkerPool] = {}
-
-    def of(size: int) -> WorkerPool:
-        if size not in made or not made[size].alive:
-            made[size] = WorkerPool(size, timeout_s=180)
-        return made[size]
-
-    yield of
-    for pool in made.values():
-        pool.close()
+    """Worker processes that tests share."""
+    with shared_pools() as pools:
+        yield pools

@@ -31,7 +31,8 @@ from lopsided.ir.placement import start_of
 from lopsided.models.by_name import load
 from lopsided.profiling.measure import measure
 from lopsided.runtime.calls.batches import shard
-from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parallelizing import parallelize
 
 EQUAL, BY_SPEED, LOPSIDED, ALONE = "ddp-equal", "ddp-by-speed", "lopsided", "alone"
 

@@ -47,7 +47,8 @@ from lopsided.runtime.calls.batches import shard
 from lopsided.runtime.calls.outputs import gather
 from lopsided.runtime.checkpoint import checkpoint
 from lopsided.runtime.checkpoint.state import full_state_dict
-from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parallelizing import parallelize
 from lopsided.runtime.parameters.adoption import check_bare
 from lopsided.runtime.parameters.norms import clip_grad_norm_
 

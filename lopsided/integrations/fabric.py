@@ -32,7 +32,8 @@ from lopsided.planner.plan_data import Plan
 from lopsided.runtime.calls.batches import shard
 from lopsided.runtime.checkpoint import checkpoint as pieces
 from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
-from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parallelizing import parallelize
 from lopsided.runtime.parameters.adoption import check_bare
 
 _STATE, _REST = "lopsided", "rest.ckpt"

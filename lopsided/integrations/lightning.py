@@ -41,7 +41,8 @@ from lopsided.runtime.calls.batches import ShardedLoader, shard
 from lopsided.runtime.calls.call_form import HandedOut
 from lopsided.runtime.checkpoint import checkpoint as pieces
 from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
-from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parallelizing import parallelize
 
 _MODULE = "lightning."  # the LightningModule inside of `Steps`
 _BESIDE = ".lopsided"  # behind a checkpoint's name: the folder with the optimizer's state

@@ -50,7 +50,8 @@ from lopsided.runtime.calls.call_form import HandedOut
 from lopsided.runtime.calls.outputs import gather
 from lopsided.runtime.checkpoint import checkpoint
 from lopsided.runtime.checkpoint.state import load_full_state_dict
-from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parallelizing import parallelize
 from lopsided.runtime.parameters.adoption import check_bare
 from lopsided.runtime.parameters.whole_model import whole
 

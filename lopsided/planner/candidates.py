@@ -19,9 +19,9 @@ from lopsided.ir.program import Program
 from lopsided.planner.baselines import STATE
 from lopsided.planner.search import Found
 from lopsided.planner.search_cost import Hidden
+from lopsided.schedule.decisions import BUCKET_BYTES, OnHost, Rerun
 from lopsided.schedule.memory import Holding
 from lopsided.schedule.pricing import PricedStep
-from lopsided.schedule.schedule import BUCKET_BYTES, OnHost, Rerun
 from lopsided.schedule.timeline import Timeline
 
 BETTER = 1 - 1e-3

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from lopsided.cluster.cluster import Cluster
 from lopsided.planner.candidates import Candidate
 from lopsided.schedule.cost import Optimizer, Scale, cut_of
+from lopsided.schedule.decisions import OnHost
 from lopsided.schedule.host_state import can_hold_state, kept_on_host, seconds_a_byte
-from lopsided.schedule.schedule import OnHost
 
 
 class StateOnHost:

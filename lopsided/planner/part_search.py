@@ -22,7 +22,7 @@ from lopsided.planner.ablation import OVERLAP
 from lopsided.planner.candidates import Candidate, Learned, memory_limits
 from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden
-from lopsided.schedule.schedule import BUCKET_BYTES
+from lopsided.schedule.decisions import BUCKET_BYTES
 
 _ROUNDS = 2  # of search and balance in turn, after the first from a seed
 _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth

@@ -15,10 +15,11 @@ from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Shares
 from lopsided.ir.program import Program
 from lopsided.schedule.cost import Costs
+from lopsided.schedule.decisions import BUCKET_BYTES, Decisions, OnHost, Rerun
 from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import PricedStep, price
 from lopsided.schedule.rounds import batch_size
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, OnHost, Rerun, Schedule
+from lopsided.schedule.schedule import Schedule
 
 INTERRUPTED = "interrupted"
 """How the note begins that says so."""

@@ -55,7 +55,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Baseline, Breakdown, Plan, SearchReport
 from lopsided.planner.planner import predict
 from lopsided.schedule.cost import optimizer_named
-from lopsided.schedule.schedule import BUCKET_BYTES, OnHost, Rerun, parse_on_host, parse_rerun
+from lopsided.schedule.decisions import BUCKET_BYTES, OnHost, Rerun, parse_on_host, parse_rerun
 
 FORMAT = "lopsided-plan"
 VERSION = 1

@@ -40,10 +40,10 @@ from lopsided.planner.search import Progress
 from lopsided.planner.segments import given_segments
 from lopsided.planner.worth import worth
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.decisions import BUCKET_BYTES, Decisions, OnHost, Rerun
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, OnHost, Rerun
 from lopsided.schedule.timeline import Timeline, run
 
 ABOUT = {

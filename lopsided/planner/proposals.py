@@ -53,12 +53,14 @@ from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, RulePrices, Sav
 from lopsided.planner.segments import found_segments
 from lopsided.schedule.cost import Calls, Costs, Optimizer, Scale
 from lopsided.schedule.critical_path import FoldedStep
+from lopsided.schedule.decisions import BUCKET_BYTES, Decisions, OnHost, Rerun
+from lopsided.schedule.excess import check_fits
 from lopsided.schedule.host_state import host_bytes_per_kind, host_excess
 from lopsided.schedule.loss_heads import LossHead, chunks_of, loss_heads
 from lopsided.schedule.lower import lower, rebucketed
-from lopsided.schedule.memory import Holding, bytes_per_kind, check_fits, holdings
+from lopsided.schedule.memory import Holding, bytes_per_kind, holdings
 from lopsided.schedule.pricing import PricedStep, price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, OnHost, Rerun, Schedule
+from lopsided.schedule.schedule import Schedule
 from lopsided.schedule.timeline import run
 
 _PARTS = (0.25, 0.5, 0.75)  # of the parameters' bytes, stored cut

@@ -20,10 +20,11 @@ from lopsided.ir.graph import Graph, reruns
 from lopsided.ir.program import Step
 from lopsided.planner.candidates import Candidate
 from lopsided.schedule.cost import Costs, Cut, Scale
+from lopsided.schedule.decisions import LEVELS, Level, Rerun
 from lopsided.schedule.flops import is_product
 from lopsided.schedule.memory import saved_in, taken_by
 from lopsided.schedule.regions import region_of
-from lopsided.schedule.schedule import LEVELS, Exchange, Level, Redistribute, Rerun, Schedule, nodes_of
+from lopsided.schedule.schedule import Exchange, Redistribute, Schedule, nodes_of
 
 _AROUND = 8  # nodes on either side among which a boundary has the fewest values passing
 _LONG = 40  # nodes: what passes by more (a skip over half the model) is at many boundaries, and makes none

@@ -23,8 +23,8 @@ from lopsided.ir.graph import Leaf, Node, Value, retaken
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import Placement
 from lopsided.schedule.cost import Costs, Scale, Transfer, conversion, cut_of, transfer_s
+from lopsided.schedule.decisions import BUCKET_BYTES
 from lopsided.schedule.memory import Holding, saved_by, stored
-from lopsided.schedule.schedule import BUCKET_BYTES
 
 Saves = dict[tuple[int, Rule], tuple[Holding, ...]]  # what a call keeps under a rule, by the number of its signature
 RulePrices = dict[tuple[int, Rule], float]  # seconds of a call under a rule, memory aside

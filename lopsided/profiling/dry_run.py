@@ -56,10 +56,10 @@ from lopsided.profiling.op_times import REFUSED, drawn, indices_below
 from lopsided.profiling.overlap import contention_of, shared_chips
 from lopsided.profiling.topology import Topology
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.decisions import BUCKET_BYTES, Decisions, Rerun
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import PricedStep, price
-from lopsided.schedule.schedule import BUCKET_BYTES, Decisions, Rerun
 from lopsided.schedule.stretches import most_nodes
 from lopsided.schedule.timeline import run
 

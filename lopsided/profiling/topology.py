@@ -26,7 +26,7 @@ from lopsided.profiling.links import MOST_NODES, TURNS, WAYS, ControlGroup, Fit,
 from lopsided.profiling.noise import BackgroundLoad
 from lopsided.profiling.op_times import Speeds
 from lopsided.profiling.overlap import LARGEST_BYTES, SMALLEST_BYTES, Overlap, measure_overlap
-from lopsided.schedule.schedule import BUCKET_BYTES
+from lopsided.schedule.decisions import BUCKET_BYTES
 
 # Parts of the budget: for computing beside sending, and for collectives.
 BESIDE_PART, LINKS_PART = 0.07, 0.28

@@ -29,7 +29,7 @@ from lopsided.planner.plan_data import Plan
 from lopsided.report.table import NUMBERS, pattern_of, ranged, skeleton, told_apart
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Costs, OpCost, Scale, Transfer, cut_of, optimizer_named
-from lopsided.schedule.schedule import BUCKET_BYTES
+from lopsided.schedule.decisions import BUCKET_BYTES
 
 LONGEST_PERIOD = 512
 """In nodes: the layers of large models have some 40, and what repeats may be two or three layers."""

@@ -56,8 +56,9 @@ from lopsided.report.table import (
     times,
 )
 from lopsided.schedule.cost import Scale, optimizer_named
+from lopsided.schedule.decisions import LEVELS
 from lopsided.schedule.host_state import host_bytes_per_kind
-from lopsided.schedule.schedule import LEVELS, GatherBucket
+from lopsided.schedule.schedule import GatherBucket
 
 _UNLIMITED = 10**6  # columns: what `--full` prints is not cut off
 _LABEL = 30

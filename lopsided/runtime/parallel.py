@@ -1,8 +1,8 @@
-"""The plan becomes a module: `parallelize` returns one whose forward pass is the distributed step.
+"""The plan as a module: `Parallel`, whose forward pass is the distributed step.
 
-In: a model as written for one device, a batch, and a plan (or a cluster, or nothing). Out: `Parallel`. Its parameters
-are this process's pieces under their own names; its forward pass gives the global loss; `backward()` leaves finished
-gradients.
+In: a model as written for one device, what was captured of it, a plan, the processes that take part. Out: a module
+whose parameters are this process's pieces under their own names; its forward pass gives the global loss; `backward()`
+leaves finished gradients.
 
 The submodules of a `Parallel` are the model's own, with their parameters replaced by pieces, so no process holds what
 it does not need; the model is used up by it.
@@ -11,9 +11,8 @@ it does not need; the model is used up by it.
 from __future__ import annotations
 
 import copy
-import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,24 +25,18 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lopsided.capturing.call import LossFn, in_form_of
-from lopsided.capturing.capture_graph import Captured, Returned, capture_call, check_captured
+from lopsided.capturing.capture_graph import Captured, Returned
 from lopsided.capturing.reads import Reads
 from lopsided.capturing.tracer import surrounding_autocast
-from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.comm.communicator import Communicator
-from lopsided.comm.rank_mapping import strange_hardware
 from lopsided.comm.redistribute import Redistributor
-from lopsided.comm.watchdog import Watchdog, watched_start
+from lopsided.comm.watchdog import Watchdog
 from lopsided.comm.world import (
     TIMEOUT_S,
     World,
-    begin,
-    check_same,
     default_store,
     group_of,
-    meet,
-    share_plan,
     side_group,
     waiting,
 )
@@ -57,18 +50,10 @@ from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
-from lopsided.planner.plan_file import plan_text
 from lopsided.runtime.agreement import (
-    agreed_lengths,
-    agreed_plans,
-    compiled_where_wanted,
-    digest_of,
-    from_first,
     in_group_order,
     kinds_in_group_order,
-    strange_speeds,
 )
-from lopsided.runtime.autotune import quickest
 from lopsided.runtime.calls import outputs
 from lopsided.runtime.calls.call_form import CallForm, Given, HandedOut, Signature
 from lopsided.runtime.calls.inputs import Inputs
@@ -76,12 +61,11 @@ from lopsided.runtime.calls.last_loss import LastLoss
 from lopsided.runtime.calls.output_rounds import outputs_of_rounds
 from lopsided.runtime.calls.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.calls.programs import CallProgram, Programs
-from lopsided.runtime.calls.shapes import at_length
 from lopsided.runtime.live.moving import take_shares
-from lopsided.runtime.live.paced import Paced, check_replan
+from lopsided.runtime.live.paced import Paced
 from lopsided.runtime.out_of_memory import explain
 from lopsided.runtime.parameters import replicas
-from lopsided.runtime.parameters.adoption import Adopted, adopt, check_bare, check_not_inside, wrapped
+from lopsided.runtime.parameters.adoption import Adopted, adopt, check_not_inside, wrapped
 from lopsided.runtime.parameters.buffers import Buffers
 from lopsided.runtime.parameters.first_values import take_first_values
 from lopsided.runtime.parameters.handover import hand_over
@@ -92,120 +76,13 @@ from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
 from lopsided.runtime.parameters.piece_tensors import plain, step_ends
 from lopsided.runtime.parameters.pieces import Piece, piece_of
 from lopsided.runtime.parameters.whole_model import save_whole
-from lopsided.runtime.progress import Announcer, about_plan, shown
-from lopsided.runtime.recording import RECORD_VARIABLE, RECORDED, SKIPPED, TIMED, Recording, start_recording
+from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
 from lopsided.schedule.regions import reruns_in
 from lopsided.schedule.stretches import most_nodes
 
-_COMPARED = "compared"
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
-
-
-def parallelize(
-    model: nn.Module,
-    batch: object,
-    plan: Plan | str | Path | None = None,
-    *,
-    cluster: Cluster | str | Path | None = None,
-    batches: Iterable[object] | None = None,
-    loss_fn: LossFn | None = None,
-    optimizer: str = "adamw",
-    device: torch.device | str | None = None,
-    init: Callable[[nn.Module], None] | None = None,
-    seed: int | None = None,
-    timeout_s: float = TIMEOUT_S,
-    check_every: int = CHECK_EVERY,
-    check_capture: bool = True,
-    on_nan: str = "stop",
-    bucket_bytes: int | None = None,
-    microbatches: int | None = None,
-    compile: bool | None = None,
-    measure_s: float | None = None,
-    tries: int = 1,
-    replan: str = "off",
-    quiet: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Parallel:
-    """`model` on the processes of this world, one a device, by `plan` (a file or a `Plan`).
-
-    Without a plan one is made for `cluster`; without that, by measuring the devices for `measure_s` (20 s, or 5 for a
-    small model). With `batches`, a list or a loader like those to come, it is made for the lengths they have, otherwise
-    for that of `batch`. If `tries` is more than 1, so many are made, each is run for some steps on random numbers, and
-    the quickest is taken. The batch is an example of the global batch, all devices together. What is done is shown on
-    rank 0's terminal, unless `quiet`, and given to `progress`. A model built on `meta` is initialised
-    piece by piece, by `init(module)` or by the modules' own ways. Every `check_every` steps replicas are compared; 0
-    for never. With `check_capture`, one step of what was captured is first compared with one of the model as it is, on
-    the example batch or some rows of it. A loss that is not finite ends the run; with `on_nan="warn"` or `"ignore"` the
-    script decides. With `compile`, what a device does between two communications runs as functions that Inductor
-    compiles; that is the default where there is a GPU. Gradients and gathered parameters are sent `bucket_bytes` at a
-    time, if not as the plan says. The batch is computed in `microbatches` rounds, if not as the plan says, or as it
-    takes to fit. With `replan="auto"` devices that turn out slower or faster than planned get other
-    shares while training.
-    """
-    check_replan(replan)
-    check_bare(model)
-    where = begin(torch.device(device) if device is not None else None, timeout_s=timeout_s)
-    is_first = dist.get_rank() == 0
-    with watched_start(where, timeout_s) as at_work, shown(quiet=quiet, is_first=is_first):
-        tell = Announcer(_both(at_work, progress), logs=is_first)
-        tell("capturing the model")
-        captured = capture_call(model, batch, loss_fn=loss_fn, needs_loss=False)
-        graph = captured.graph
-        elements = sum(leaf.value.elements for leaf in graph.parameters)
-        tell(f"captured {len(graph.nodes):,} calls and {elements:,} parameters in {tell.seconds:.1f} s")
-        if check_capture:
-            tell("comparing what was captured with the model")
-            skipped = from_first(lambda: check_captured(model, batch, loss_fn, captured) or _COMPARED)
-            if skipped != _COMPARED:
-                tell(f"what was captured is not compared with the model: {skipped}")
-        lengths = None if batches is None else agreed_lengths(batch, batches, tell)
-
-        def shapes() -> list[tuple[Graph, float]]:
-            """Of every length, the graph, and how often it is met."""
-            found: list[tuple[Graph, float]] = []
-            if lengths is None:
-                return found
-            for length, often in zip(lengths.lengths, lengths.often, strict=True):
-                other = at_length(batch, length, lengths.dims)
-                found.append((capture_call(model, other, loss_fn=loss_fn, needs_loss=False).graph, often))
-            return found
-
-        plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell, shapes, microbatches)
-        plans = compiled_where_wanted(plans, compile, where)
-        chosen = quickest(plans, where, timeout_s=timeout_s, progress=tell)[0] if tries > 1 else plans[0]
-        world = meet(chosen, device=where, timeout_s=timeout_s)
-        check_same(
-            world,
-            {"the graph": graph.fingerprint, "the plan": digest_of(plan_text(chosen)), "torch": torch.__version__[:4]},
-        )
-        if doubt := strange_hardware(world.told, chosen.cluster) or (strange_speeds(chosen, world) if cluster else ""):
-            tell.warn(doubt)
-        for line in about_plan(chosen):
-            tell(line)
-        tell("cutting the parameters")
-        pm = Parallel(
-            model,
-            batch,
-            captured,
-            chosen,
-            world,
-            loss_fn=loss_fn,
-            init=init,
-            seed=int(share_plan(str(torch.initial_seed() if seed is None else seed))) % 2**62,
-            timeout_s=timeout_s,
-            check_every=check_every,
-            on_nan=on_nan,
-            bucket_bytes=bucket_bytes,
-        )
-        if replan == "auto":
-            pm.watch_pace()
-        pm.planned_lengths = lengths.lengths if lengths is not None else ()
-        tell(f"ready after {tell.seconds:.1f} s")
-    if path := os.environ.get(RECORD_VARIABLE):
-        pm.record(path)
-    return pm
 
 
 class Parallel(nn.Module):
@@ -844,14 +721,6 @@ class Parallel(nn.Module):
             raise self.watch.explain(error, "the loss, told to all ranks") from error
         finally:
             self.watch.left()
-
-
-def _both(one: Callable[[str], None], other: Callable[[str], None]) -> Callable[[str], None]:
-    def tell(text: str) -> None:
-        one(text)
-        other(text)
-
-    return tell
 
 
 def _pass_is_done(pm: Parallel | None, hooks: ParameterHooks) -> None:

@@ -20,7 +20,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.errors import InputError
 from lopsided.models.by_name import load
 from lopsided.planner.plan_data import Plan
-from lopsided.runtime.parallel import parallelize
+from lopsided.runtime.parallelizing import parallelize
 from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED
 
 MADE: dict[str, Callable[..., torch.optim.Optimizer]] = {

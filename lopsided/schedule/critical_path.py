@@ -35,9 +35,17 @@ from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.errors import DoesNotFitError
 from lopsided.ir.placement import Shares
 from lopsided.schedule.cost import Cut, Scale, Transfer
-from lopsided.schedule.memory import Holding, Kinds, describe_excess
+from lopsided.schedule.excess import describe_excess
+from lopsided.schedule.memory import Holding, Kinds
 from lopsided.schedule.pricing import Computed, PricedStep
-from lopsided.schedule.schedule import Bucket, Compute, Exchange, GatherBucket, Item, Redistribute
+from lopsided.schedule.schedule import (
+    Bucket,
+    Compute,
+    Exchange,
+    GatherBucket,
+    Item,
+    Redistribute,
+)
 
 PerKind = tuple[float, ...]
 

@@ -16,7 +16,8 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.errors import DoesNotFitError, ProgramError
 from lopsided.ir.program import Program
 from lopsided.schedule.cost import Optimizer, Scale, cut_of
-from lopsided.schedule.schedule import OnHost, Schedule
+from lopsided.schedule.decisions import OnHost
+from lopsided.schedule.schedule import Schedule
 
 _SLICE_BYTES = 64 * 2**20
 _SLICES = 8

@@ -26,7 +26,7 @@ from lopsided.errors import ProgramError
 from lopsided.ir.graph import Graph, Node, reruns
 from lopsided.ir.program import Program, Step
 from lopsided.ops.op import Call
-from lopsided.schedule.schedule import Decisions, Rerun
+from lopsided.schedule.decisions import Decisions, Rerun
 
 CHUNK_ELEMENTS = 2**26
 """Logits in a chunk, about: 256 MiB of them in float32. More rows keep a GPU no busier; with fewer, adding up the

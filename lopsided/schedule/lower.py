@@ -41,6 +41,7 @@ from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program, Step
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
+from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.host_state import kept_on_host
 from lopsided.schedule.loss_heads import LossHead, chunks_of
 from lopsided.schedule.regions import regions_of
@@ -48,7 +49,6 @@ from lopsided.schedule.schedule import (
     Bucket,
     Chunked,
     Compute,
-    Decisions,
     Exchange,
     GatherBucket,
     Item,

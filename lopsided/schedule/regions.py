@@ -22,9 +22,9 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.program import Program
 from lopsided.ops import describe
 from lopsided.ops.op import Call
+from lopsided.schedule.decisions import Decisions, Level, Rerun
 from lopsided.schedule.flops import is_product
 from lopsided.schedule.loss_heads import head_of, loss_heads
-from lopsided.schedule.schedule import Decisions, Level, Rerun
 
 
 @dataclass(frozen=True, slots=True)

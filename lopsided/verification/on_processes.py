@@ -53,8 +53,8 @@ from lopsided.runtime.parameters.differences import differences
 from lopsided.runtime.parameters.norms import clip_grad_norm_
 from lopsided.runtime.parameters.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.decisions import Decisions, OnHost, Rerun
 from lopsided.schedule.rounds import Rounds, in_rounds, may_draw
-from lopsided.schedule.schedule import Decisions, OnHost, Rerun
 from lopsided.verification.copies import copied, widened
 from lopsided.verification.simulator import Simulation, simulate
 from lopsided.verification.verifier import compare, random_program, random_shares

@@ -25,9 +25,10 @@ from lopsided.ir.placement import Placement, Shares, check_shares, join_pieces, 
 from lopsided.ir.program import Program, check_facts
 from lopsided.ops.simulated_devices import SeededRandomness
 from lopsided.ops.trial import relative_error
+from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.lower import lower
 from lopsided.schedule.rounds import Rounds
-from lopsided.schedule.schedule import Decisions, Schedule
+from lopsided.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from lopsided.ir.placement import Shares
 from lopsided.models.by_name import load
 from lopsided.planner.planner import plan
 from lopsided.runtime.checkpoint.state import full_state_dict
-from lopsided.runtime.parallel import Parallel, parallelize
+from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parallelizing import parallelize
 from lopsided.runtime.train import train
 from tests.support.jobs import Run as Program
 from tests.support.jobs import classic, cluster_of, parsed

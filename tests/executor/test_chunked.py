@@ -24,10 +24,11 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Scale, optimizer_named
+from lopsided.schedule.decisions import Decisions, Rerun, parse_rerun
 from lopsided.schedule.loss_heads import chunks_of, loss_heads
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
-from lopsided.schedule.schedule import Compute, Decisions, Rerun, check_schedule, parse_rerun, parse_schedule
+from lopsided.schedule.schedule import Compute, check_schedule, parse_schedule
 from lopsided.verification.on_processes import meet
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare, random_program

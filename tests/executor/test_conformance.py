@@ -36,16 +36,15 @@ from lopsided.planner.recompute import blocks_of
 from lopsided.planner.search import search
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Scale
+from lopsided.schedule.decisions import LEVELS, Rerun
 from lopsided.schedule.loss_heads import loss_heads
 from lopsided.schedule.rounds import in_rounds
 from lopsided.schedule.schedule import (
-    LEVELS,
     Bucket,
     Exchange,
     GatherBucket,
     Redistribute,
     ReduceBucket,
-    Rerun,
     Schedule,
 )
 from lopsided.verification.verifier import random_program

@@ -7,20 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lopsided.comm.worker_pool import WorkerPool
+from tests.support.shared_pools import shared_pools
 
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], WorkerPool]]:
-    made: dict[int, WorkerPool] = {}
-
-    def of(size: int) -> WorkerPool:
-        if size not in made or not made[size].alive:
-            made[size] = WorkerPool(size, timeout_s=180)
-        return made[size]
-
-    yield of
-    for pool in made.values():
-        pool.close()
+    with shared_pools() as made:
+        yield made
 
 
 @pytest.fixture

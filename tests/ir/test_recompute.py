@@ -33,10 +33,11 @@ from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named
 from lopsided.schedule.critical_path import CriticalPath, FoldedStep
+from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings, saved_by
 from lopsided.schedule.pricing import Computed
-from lopsided.schedule.schedule import Decisions, Redistribute, nodes_of
+from lopsided.schedule.schedule import Redistribute, nodes_of
 from lopsided.verification.verifier import random_program, random_shares
 from tests.support import clusters
 from tests.support.models import ByHand, example

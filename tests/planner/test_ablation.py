@@ -23,9 +23,10 @@ from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.planner.planner import plan_graph, predict
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, Transfer, optimizer_named
+from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import Computed, price
-from lopsided.schedule.schedule import Bucket, Decisions, Schedule, check_schedule
+from lopsided.schedule.schedule import Bucket, Schedule, check_schedule
 from lopsided.schedule.timeline import run
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare

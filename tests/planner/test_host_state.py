@@ -20,11 +20,12 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.planner.planner import plan_graph, predict
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.decisions import Decisions, OnHost, parse_on_host
 from lopsided.schedule.host_state import host_bytes_per_kind, host_excess
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import price
-from lopsided.schedule.schedule import Decisions, OnHost, check_schedule, parse_on_host, parse_schedule
+from lopsided.schedule.schedule import check_schedule, parse_schedule
 from tests.support import clusters, jobs
 from tests.support.jobs import model_of
 

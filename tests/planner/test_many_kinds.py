@@ -26,7 +26,7 @@ from lopsided.planner.pins import limits_of
 from lopsided.planner.planner import plan_graph
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Affine, Scale, optimizer_named
-from lopsided.schedule.schedule import BUCKET_BYTES
+from lopsided.schedule.decisions import BUCKET_BYTES
 from tests.support.schedules import Work, schedule_of
 
 

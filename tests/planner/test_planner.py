@@ -31,7 +31,7 @@ from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search import Progress
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Scale, optimizer_named
-from lopsided.schedule.schedule import BUCKET_BYTES
+from lopsided.schedule.decisions import BUCKET_BYTES
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare
 from tests.support import clusters

@@ -28,10 +28,11 @@ from lopsided.planner.planner import plan_graph, predict
 from lopsided.planner.recompute import blocks_of
 from lopsided.planner.search_cost import SharePrices
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.decisions import LEVELS, Decisions, Level, Rerun, parse_rerun
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import price
-from lopsided.schedule.schedule import LEVELS, Decisions, Level, Rerun, check_schedule, parse_rerun, parse_schedule
+from lopsided.schedule.schedule import check_schedule, parse_schedule
 from lopsided.verification.on_processes import in_wide
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare, random_program

@@ -24,11 +24,11 @@ from lopsided.planner.planner import plan_graph, plan_rivals, predict
 from lopsided.report.plan_tables import plan_json, round_lines
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.critical_path import CriticalPath, FoldedStep
+from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import holdings
 from lopsided.schedule.pricing import price
 from lopsided.schedule.rounds import NoRoundsError, in_rounds
-from lopsided.schedule.schedule import Decisions
 from lopsided.schedule.timeline import run
 from tests.support import clusters
 from tests.support.jobs import model_of, prices_of

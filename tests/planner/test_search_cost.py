@@ -13,7 +13,7 @@ from lopsided.ir.placement import I, P, R, S, Shares
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.search_cost import Hidden, SharePrices
 from lopsided.schedule.cost import Costs, Scale, conversion, optimizer_named, transfer_s
-from lopsided.schedule.schedule import BUCKET_BYTES
+from lopsided.schedule.decisions import BUCKET_BYTES
 
 HAP = load_cluster("hap-64")
 SHARES = Shares((1 / 64,) * 64)

@@ -41,7 +41,7 @@ from lopsided.profiling.kinds import Found, Took, rank_kinds, seat_of, with_tabl
 from lopsided.profiling.links import ControlGroup
 from lopsided.profiling.measure import take_measurement
 from lopsided.profiling.op_times import Speeds, choose_jobs, distinct_calls, probe_calls
-from lopsided.schedule.schedule import BUCKET_BYTES
+from lopsided.schedule.decisions import BUCKET_BYTES
 from tests.support import clusters
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.planner import plan_graph, plan_rivals
 from lopsided.runtime import autotune as room
 from lopsided.runtime.autotune import TriedPlan, chosen_by, quickest
-from lopsided.runtime.parallel import parallelize
+from lopsided.runtime.parallelizing import parallelize
 from tests.support import clusters
 
 CPU = torch.device("cpu")

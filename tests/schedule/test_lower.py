@@ -20,9 +20,10 @@ from lopsided.ir.program import Program, RuleBook, parse_program
 from lopsided.models import zoo
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import FREE, Costs, Transfer, conversion, optimizer_named
+from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.pricing import Computed
-from lopsided.schedule.schedule import Decisions, Redistribute
+from lopsided.schedule.schedule import Redistribute
 from lopsided.verification.verifier import random_program
 from tests.support import ROOT
 from tests.support.clusters import cluster, kind

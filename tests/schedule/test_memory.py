@@ -22,18 +22,11 @@ from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.planner.baselines import stored_cut
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
+from lopsided.schedule.decisions import Decisions, OnHost
+from lopsided.schedule.excess import check_fits, describe_excess
 from lopsided.schedule.lower import lower
-from lopsided.schedule.memory import (
-    USES,
-    Holding,
-    bytes_per_kind,
-    check_fits,
-    describe_excess,
-    saved_by,
-    stored,
-)
+from lopsided.schedule.memory import USES, Holding, bytes_per_kind, saved_by, stored
 from lopsided.schedule.pricing import price
-from lopsided.schedule.schedule import Decisions, OnHost
 from lopsided.verification.verifier import random_program, random_shares
 from tests.support import ROOT, clusters
 from tests.support.jobs import book_of

@@ -19,9 +19,10 @@ from lopsided.models import zoo
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
+from lopsided.schedule.decisions import Decisions, Rerun
 from lopsided.schedule.lower import lower
 from lopsided.schedule.rounds import NoRoundsError, Rounds, in_rounds
-from lopsided.schedule.schedule import Decisions, Rerun, check_schedule, parse_schedule
+from lopsided.schedule.schedule import check_schedule, parse_schedule
 from lopsided.verification.simulator import Simulation, simulate
 from lopsided.verification.verifier import random_program
 from tests.support.jobs import prices_of

@@ -15,11 +15,11 @@ import lopsided
 from lopsided.errors import ProgramError
 from lopsided.ir.program import Program, parse_program
 from lopsided.models import zoo
+from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.lower import lower
 from lopsided.schedule.schedule import (
     Bucket,
     Compute,
-    Decisions,
     Recompute,
     Redistribute,
     Schedule,

@@ -14,10 +14,10 @@ from lopsided.ir.program import one_device
 from lopsided.models import zoo
 from lopsided.models.by_name import load
 from lopsided.planner.baselines import data_parallel, stored_cut
+from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.lower import lower
 from lopsided.schedule.schedule import (
     Compute,
-    Decisions,
     Exchange,
     Redistribute,
     Schedule,

@@ -20,7 +20,7 @@ from lopsided.ir.graph import Graph
 from lopsided.ir.program import RuleBook, parse_program
 from lopsided.models import zoo
 from lopsided.schedule.cost import Affine, Costs, Scale, Transfer, optimizer_named, transfer_s
-from lopsided.schedule.schedule import BUCKET_BYTES
+from lopsided.schedule.decisions import BUCKET_BYTES
 from lopsided.schedule.timeline import NETWORK, Timeline, run
 from lopsided.verification.verifier import random_program, random_shares
 from tests.support import ROOT, clusters

@@ -26,7 +26,7 @@ from lopsided.planner.search import search
 from lopsided.planner.search_cost import SharePrices
 from lopsided.runtime.parallel import Parallel
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.schedule.schedule import Rerun
+from lopsided.schedule.decisions import Rerun
 from lopsided.verification.on_processes import Sameness, compare_step, compare_training
 from lopsided.verification.verifier import random_program
 from tests.support.clusters import cluster, kind, kinds

@@ -15,13 +15,12 @@ from lopsided.ir.program import Program
 from lopsided.planner.balance import Balance, balance
 from lopsided.schedule import timeline
 from lopsided.schedule.cost import Affine, Costs, Cut, Optimizer, Scale, Transfer
+from lopsided.schedule.decisions import BUCKET_BYTES, Decisions
 from lopsided.schedule.lower import IN_A_BUCKET, Buckets, lower
 from lopsided.schedule.memory import Holding, holdings
 from lopsided.schedule.pricing import Computed, PricedStep, price
 from lopsided.schedule.schedule import (
-    BUCKET_BYTES,
     Compute,
-    Decisions,
     Item,
     Phase,
     Redistribute,

@@ -20,7 +20,7 @@ from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.parameters import host_state
 from lopsided.runtime.parameters.host_state import is_on_host, is_under_way, keep_on_host, watch_steps
 from lopsided.runtime.parameters.optimizers import is_sliceable
-from lopsided.schedule.schedule import OnHost
+from lopsided.schedule.decisions import OnHost
 from tests.support.small_net import THREE, batch_of, net, planned
 
 Pools = Callable[[int], WorkerPool]
