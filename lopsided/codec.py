@@ -301,7 +301,8 @@ class _Slot:
 
 
 def _slot(field: Field[Any], annotation: Any) -> _Slot:
-    key = next((each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Key)), Key())
+    keys = [each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Key)]
+    key = keys[-1] if keys else Key()  # the field's own, behind those of its type
     needed = field.default is MISSING and field.default_factory is MISSING
     left_out = field.default if key.rare else MISSING
     return _Slot(field.name, (key.name or field.name, *key.was), needed, key.example, _codec(annotation), left_out)

@@ -94,5 +94,7 @@ _EDGES: dict[str, _Edit] = {
 # What an op cannot be given, though its kernel does not say so.
 _REFUSED: dict[str, tuple[str, ...]] = {
     "masked": ("aten.searchsorted", "aten.bucketize"),  # wants sorted numbers
+    # Matrices that cannot be inverted: whether a kernel notices is a matter of its rounding.
+    "rows of one number": ("aten.linalg_", "aten.inverse", "aten.cholesky", "aten.det", "aten.logdet", "aten.slogdet"),
     "the first index": ("aten._grouped_mm",),  # wants offsets up to the last row, and leaves others as memory was
 }

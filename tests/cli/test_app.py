@@ -41,12 +41,11 @@ def test_verify_fails_with_status_one(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     # A model whose loss differs from call to call in a way that no seed controls cannot equal one device.
     (tmp_path / "loose.py").write_text(
-        "import torch\n"
-        "CALLS = [0]\n"
+        "import itertools, torch\n"
+        "CALLS = itertools.count(1)\n"
         "class Loose(torch.nn.Linear):\n"
         "    def forward(self, x):\n"
-        "        CALLS[0] += 1\n"
-        "        return super().forward(x).sum() * CALLS[0]\n"
+        "        return super().forward(x).sum() * next(CALLS)\n"
         "def make():\n"
         "    return Loose(3, 2), {'x': torch.randn(5, 3)}\n"
     )

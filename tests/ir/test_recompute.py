@@ -376,4 +376,5 @@ def test_what_does_not_fit_fits_when_it_is_recomputed() -> None:
     tight = cluster(1, memory=int(needed * 1.12))  # not all of it is filled
     assert lopsided.plan(Blocks(True), batch, tight).memory_bytes == (needed,)
     with pytest.raises(DoesNotFitError):
-        lopsided.plan(Blocks(False), batch, tight)
+        lopsided.plan(Blocks(False), batch, tight, microbatches=1)
+    assert lopsided.plan(Blocks(False), batch, tight).microbatches > 1
