@@ -18,21 +18,31 @@ of a batch and one with the whole, there is more to tell. Where a host does not 
 long with a piece of the batch as with all of it: calls then have something in common that no fraction changes
 (`each_s`). And alone no call has anyone to ask: what asking takes its host shows in the step with a share only. Of all
 corrections that make both steps add up, the least is taken (`line_correction`).
+
+A run that ended for want of memory says what a device gives: plans that follow leave more of it (`with_memory_seen`). A
+plan that was predicted to fill P of a device, of which L may be filled, and failed when H was held:
+
+    may be filled now    least · min(P, H, L · P / H)                                  `_less_memory`
+
+If less than predicted was held, the device does not give more; if more, predictions are too small by as much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 from scipy.optimize import lsq_linear
 
+from lopsided.calibration.run_record import Run
 from lopsided.cluster.cluster import MEASURABLE, Cluster
-from lopsided.cluster.coefficients import LINK, coefficient
+from lopsided.cluster.coefficients import KIND, LINK, coefficient
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Kind, Link, Measured, Points
+from lopsided.errors import RunError
+from lopsided.planner.candidates import memory_limits
 from lopsided.schedule.cost import FREE, Affine, fitted_line, update_call
 from lopsided.schedule.flops import asks_others
 
@@ -354,3 +364,37 @@ def _modelled(cluster: Cluster, collective: str, name: str) -> Link | None:
         return None
     skew = coefficient(LINK, "skew").clamp(way.s_per_largest_byte / way.s_per_byte_if_equal)
     return Link(way.latency_s, coefficient(LINK, "bytes_per_s").clamp(1 / way.s_per_byte_if_equal), skew)
+
+
+# Memory that ran out
+
+
+_LESS = 0.95
+"""The part of what has just failed that may be filled from then on."""
+
+
+def with_memory_seen(cluster: Cluster, runs: Iterable[Run]) -> Cluster:
+    """The cluster as it is after what these runs met."""
+    for run in runs:
+        if run.out_of_memory:
+            cluster = _less_memory(cluster, run)
+    return cluster
+
+
+def _less_memory(cluster: Cluster, run: Run) -> Cluster:
+    name = run.out_of_memory
+    if name not in cluster.device_names:
+        raise RunError(
+            f"memory ran out on {name}, which this cluster does not have",
+            where=f"cluster {cluster.name}",
+            do="give the cluster that the run was planned for",
+        )
+    at = cluster.device_names.index(name)
+    number = next(k for k, (_, stop) in enumerate(cluster.spans) if at < stop)
+    kind, limit = cluster.kinds[number], memory_limits(cluster)[number]
+    predicted = run.plan.memory_of(name)
+    held = run.devices[run.plan.devices.index(name)].peak_bytes or predicted
+    may = _LESS * min(predicted, held, limit * predicted / held)
+    reserve = coefficient(KIND, "memory_reserve").clamp(max(1 - may / kind.memory_bytes, kind.memory_reserve))
+    kinds = (*cluster.kinds[:number], replace(kind, memory_reserve=reserve), *cluster.kinds[number + 1 :])
+    return replace(cluster, kinds=kinds)

@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 
 from lopsided import interrupts
-from lopsided.calibration.memory_seen import with_memory_seen
+from lopsided.calibration.calibrate import with_memory_seen
 from lopsided.calibration.run_record import Run, load_run
 from lopsided.cli.terminal import (
     AsJson,

@@ -83,13 +83,13 @@ COEFFICIENTS = (
     Coefficient(
         *(KIND, "host_bytes_per_s", "B/s", 0.0, 1e18, 0.0, 12e9),
         "how fast bytes go between a device and pinned memory of its host; 0 where it has none but its own",
-        ("profiling/host_link",),
+        ("profiling/links",),
         ("schedule/cost", "schedule/host_state"),
     ),
     Coefficient(
         *(KIND, "memory_reserve", "part", 0.0, 0.99, 0.08, 0.12),
         "the part of a device's memory that a plan leaves to the driver, libraries and the gaps of the allocator",
-        ("profiling/dry_run", "calibration/memory_seen"),
+        ("profiling/dry_run", "calibration/calibrate"),
         ("planner/candidates",),
     ),
     Coefficient(

@@ -16,8 +16,7 @@ from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Redistributor
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.notation import Rule
-from lopsided.ops.factors import ByFactors, wanted_by_factors
-from lopsided.ops.local_kernel import LocalKernel, Operands, RunOp, answered
+from lopsided.ops.local_kernel import ByFactors, LocalKernel, Operands, RunOp, answered, wanted_by_factors
 from lopsided.ops.op import Ask, Call, connected
 from lopsided.ops.simulated_devices import SeededRandomness
 from lopsided.schedule.cost import factors_beside

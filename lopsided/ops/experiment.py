@@ -27,9 +27,8 @@ from lopsided.ir.graph import DTYPE_NAMES, Arg, Ref, Value, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import TOLERANCE, call_op, widen_node, widen_value
 from lopsided.ir.placement import I, P, Placement, R, S
-from lopsided.ops.edges import edge_operands
 from lopsided.ops.op import Call
-from lopsided.ops.trial import random_operands, try_rule
+from lopsided.ops.trial import edge_operands, random_operands, try_rule
 
 MOST_HYPOTHESES = 2000  # an op with many tensors has more: exponentially many
 _LARGE = 1 << 18

@@ -22,8 +22,7 @@ from lopsided.errors import RuleError
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import surroundings
 from lopsided.ir.placement import AnyShares, I, P, Placement, R, join_pieces, pieces_of, place_in_zeros, take_piece
-from lopsided.ops.factors import ByFactors
-from lopsided.ops.local_kernel import LocalKernel
+from lopsided.ops.local_kernel import ByFactors, LocalKernel
 from lopsided.ops.op import Ask, Call, Local, Talking
 
 Parts = list[Tensor]  # what each device holds of one value

@@ -2,7 +2,7 @@
 
 In: samples, small calls of the ops in the table. Out: `Finding`s. Each rule is run in float64 on unequal pieces, also
 with an empty piece, and joined values and gradients are compared with one device: on ordinary numbers, then on those at
-the edge (`lopsided.ops.edges`). Then every hypothesis that the table did not derive is tried, up to a limit for ops
+the edge (`edge_operands`). Then every hypothesis that the table did not derive is tried, up to a limit for ops
 with many tensors, and those that hold are listed.
 
 `sampled_ops()` and `samples_of(op)` have the samples of all families, by the names the table uses; ops that are picked
@@ -40,11 +40,10 @@ from lopsided.ops import (
     windows,
 )
 from lopsided.ops.derive import call_rules, describe_call
-from lopsided.ops.edges import edge_operands
 from lopsided.ops.experiment import MOST_HYPOTHESES, held, held_at_edges, hypotheses
 from lopsided.ops.op import Call
 from lopsided.ops.sample import Draw, Sample
-from lopsided.ops.trial import try_rule
+from lopsided.ops.trial import edge_operands, try_rule
 
 _SHARES = ((0.5, 0.2, 0.3), (0.0, 0.6, 0.4))
 

@@ -14,6 +14,10 @@ only one that counts, and latency whatever is left over. With w bytes of the who
 mean one,
 
     seconds = latency + w · (1 - skew + skew · λ) / bytes_per_s
+
+And how fast a device fetches what lies in the memory of its host, and takes it back: optimizer state may be kept there
+(`measure_host_link`). All processes measure at once, as they fetch at once in training: devices that share a bus share
+it here.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from lopsided.cluster.cluster import MEASURABLE
-from lopsided.cluster.coefficients import LINK, coefficient
+from lopsided.cluster.coefficients import KIND, LINK, coefficient
 from lopsided.cluster.devices import Link
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import waiting
@@ -378,3 +382,29 @@ def _between(talkers: Talkers, one: int, other: int) -> Link:
     latency_s, s_per_byte, _ = line_through(points)
     bytes_per_s = coefficient(LINK, "bytes_per_s")
     return Link(latency_s, bytes_per_s.clamp(1 / max(s_per_byte, 1 / bytes_per_s.high)))
+
+
+# The memory of the host
+
+
+_FETCHED_BYTES = 64 * 2**20
+"""What optimizers' steps fetch at a time."""
+_FETCHES = 5
+
+
+def measure_host_link(device: torch.device) -> float:
+    """Bytes a second, one way, of pinned memory; 0 for a device whose memory is the host's own."""
+    if device.type != "cuda":
+        return 0.0
+    here = torch.empty(_FETCHED_BYTES, dtype=torch.uint8, device=device)
+    there = torch.empty(_FETCHED_BYTES, dtype=torch.uint8, pin_memory=True)
+    seconds = []
+    for look in range(_FETCHES + 1):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        here.copy_(there, non_blocking=True)
+        there.copy_(here, non_blocking=True)
+        torch.cuda.synchronize(device)
+        if look:  # the first one makes ready
+            seconds.append(time.perf_counter() - started)
+    return coefficient(KIND, "host_bytes_per_s").clamp(2 * _FETCHED_BYTES / statistics.median(seconds))

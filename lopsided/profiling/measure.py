@@ -40,7 +40,6 @@ from lopsided.profiling.dry_run import (
     memory_reserve,
     packing,
 )
-from lopsided.profiling.host_link import measure_host_link
 from lopsided.profiling.kinds import (
     Found,
     RankHost,
@@ -55,7 +54,7 @@ from lopsided.profiling.kinds import (
     took,
     with_table,
 )
-from lopsided.profiling.links import ControlGroup, Fit
+from lopsided.profiling.links import ControlGroup, Fit, measure_host_link
 from lopsided.profiling.noise import (
     BackgroundLoad,
     NoiseStats,

@@ -1,6 +1,7 @@
 """One plan for all ranks: where it comes from, that it belongs to this model, and its shares in the order of the ranks.
 
 In: a graph, and a plan, a cluster or nothing. Out: the `Plan` that every rank has; `Shares` for the group.
+Where a plan was made for another graph, `differences` has the words: lines, the most telling first.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
@@ -23,7 +25,7 @@ from lopsided.comm.rank_mapping import cluster_of_those_there, find_seats
 from lopsided.comm.world import World, group_to_talk, share_plan, waiting
 from lopsided.comm.world import tell as tell_of_device
 from lopsided.errors import InputError, PlanError, WorldError
-from lopsided.ir.graph import Graph
+from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
@@ -33,7 +35,6 @@ from lopsided.planner.same_storage import plan_for_shapes
 from lopsided.profiling.op_times import forward_flops, measure_speeds
 from lopsided.profiling.profile import measure_once
 from lopsided.runtime.calls.shapes import Lengths, lengths_of
-from lopsided.runtime.parameters.differences import differences
 from lopsided.runtime.progress import Announcer
 from lopsided.schedule.rounds import in_rounds
 from lopsided.schedule.stretches import most_nodes
@@ -278,3 +279,59 @@ def cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:
         placed += [(v.name, (give,)) for v, give in zip(step.node.results, step.rule.gives, strict=True)]
         for name, chain in placed:
             yield from ((p, values[name].shape) for p in chain if p.is_shard)
+
+
+# Why a plan does not belong to a model
+
+
+def differences(planned: Graph, here: Graph, most: int = 4) -> tuple[str, ...]:
+    """At most so many lines; empty for graphs that compute the same."""
+    if planned.fingerprint == here.fingerprint:
+        return ()
+    found = [
+        *_leaves("input", planned, here),
+        *_leaves("parameter", planned, here),
+        *_leaves("buffer", planned, here),
+    ]
+    if not found:
+        found = _ops(planned, here)
+    more = [f"and {len(found) - most} more"] if len(found) > most else []
+    return (*found[:most], *more)
+
+
+def _leaves(kind: str, planned: Graph, here: Graph) -> list[str]:
+    before = {leaf.target: leaf for leaf in planned.leaves if leaf.kind == kind}
+    after = {leaf.target: leaf for leaf in here.leaves if leaf.kind == kind}
+    lines = []
+    for name, leaf in before.items():
+        if name not in after:
+            lines.append(f"{kind} {name} is planned and not there")
+        elif _shape(leaf) != _shape(after[name]):
+            lines.append(f"{kind} {name} was planned as {_shape(leaf)} and is {_shape(after[name])}")
+        elif leaf.value.grad != after[name].value.grad:
+            was = "trained" if leaf.value.grad else "frozen"
+            lines.append(f"{kind} {name} was planned {was} and is not")
+        elif leaf.also != after[name].also:
+            lines.append(f"{kind} {name} is tied to other names than planned")
+    lines += [f"{kind} {name} is there and not planned" for name in after if name not in before]
+    return lines
+
+
+def _shape(leaf: Leaf) -> str:
+    return f"{leaf.value.dtype}[{', '.join(map(str, leaf.value.shape))}]"
+
+
+def _ops(planned: Graph, here: Graph) -> list[str]:
+    before, after = (Counter(node.op for node in graph.nodes) for graph in (planned, here))
+    lines = [f"{op} is called {after[op]} times, {before[op]} were planned" for op in before if before[op] != after[op]]
+    lines += [f"{op} is called and was not planned" for op in after if op not in before]
+    if lines:
+        return lines
+    for one, other in zip(planned.nodes, here.nodes, strict=False):
+        if one.context != other.context:
+            was, now = (n.context.autocast or "no autocast" for n in (one, other))
+            if was != now:
+                return [f"%{one.name} was planned under {was} and runs under {now}"]
+        if (one.op, one.args, one.kwargs) != (other.op, other.args, other.kwargs):
+            return [f"%{one.name} is called otherwise than planned: {other.op}{other.args}"]
+    return ["values differ in dtype or gradient"]

@@ -65,12 +65,10 @@ from lopsided.runtime.live.moving import take_shares
 from lopsided.runtime.live.paced import Paced
 from lopsided.runtime.out_of_memory import explain
 from lopsided.runtime.parameters import replicas
-from lopsided.runtime.parameters.adoption import Adopted, adopt, check_not_inside, wrapped
+from lopsided.runtime.parameters.adoption import Adopted, adopt, check_not_inside, hand_over, wrapped
 from lopsided.runtime.parameters.buffers import Buffers
-from lopsided.runtime.parameters.first_values import take_first_values
-from lopsided.runtime.parameters.handover import hand_over
 from lopsided.runtime.parameters.host_state import end_failed_steps, keep_on_host
-from lopsided.runtime.parameters.initial import initialise
+from lopsided.runtime.parameters.initial import initialise, take_first_values
 from lopsided.runtime.parameters.optimizers import watch_optimizers
 from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
 from lopsided.runtime.parameters.piece_tensors import plain, step_ends

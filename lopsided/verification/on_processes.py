@@ -47,17 +47,15 @@ from lopsided.planner.baselines import STATE, data_parallel, stored_cut
 from lopsided.planner.plan_data import Breakdown, Plan, SearchReport
 from lopsided.planner.plan_file import load_plan
 from lopsided.planner.search_cost import SharePrices
-from lopsided.runtime.agreement import in_group_order
+from lopsided.runtime.agreement import differences, in_group_order
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.parameters.differences import differences
 from lopsided.runtime.parameters.norms import clip_grad_norm_
 from lopsided.runtime.parameters.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.decisions import Decisions, OnHost, Rerun
 from lopsided.schedule.rounds import Rounds, in_rounds, may_draw
-from lopsided.verification.copies import copied, widened
 from lopsided.verification.simulator import Simulation, simulate
-from lopsided.verification.verifier import compare, random_program, random_shares
+from lopsided.verification.verifier import compare, copied, random_program, random_shares, widened
 
 STEPS = 20
 CURVE_TOLERANCE = {"f64": 1e-7, "f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}

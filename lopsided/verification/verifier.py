@@ -10,6 +10,7 @@ included, and shares may be zero.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections import Counter
@@ -31,7 +32,6 @@ from lopsided.ir.placement import I, P, Placement, R, check_shares
 from lopsided.ir.program import Chain, Program, RuleBook, Step, check_program, one_device
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.trial import relative_error
-from lopsided.verification.copies import copied
 from lopsided.verification.simulator import Simulation, simulate
 
 _LARGE = 2_000_000  # parameters, from which on memory is looked at before anything is run
@@ -320,3 +320,36 @@ def random_shares(devices: int, state: random.Random) -> tuple[float, ...]:
         weights[state.randrange(devices)] = 0.0
     total = sum(weights)
     return tuple(weight / total for weight in weights)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model to run or change, of its own memory, whatever it keeps beside its parameters.
+
+    Tensors that forward computed and left on the module are copied without their history:
+    `torch.nn.utils.weight_norm` and `torch.nn.utils.prune` leave `weight` there, and compute it anew in every pass.
+    """
+    memory: dict[int, object] = {}
+    for part in model.modules():
+        for value in vars(part).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                # As `copy.deepcopy` keeps what it has copied: by the identity of what was copied.
+                memory[id(value)] = value.detach().clone()
+    try:
+        return copy.deepcopy(model, memory)
+    except Exception as error:
+        raise ModelError(
+            f"{model._get_name()} cannot be copied: {error}",
+            do="keep locks, files and lists of computed tensors out of the module",
+        ) from error
+
+
+def widened(model: nn.Module) -> nn.Module:
+    """The model in float64, complex numbers in complex128: `Module.to(torch.float64)` would drop imaginary parts."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        if tensor.dtype.is_floating_point:
+            return tensor.double()
+        return tensor.to(torch.complex128) if tensor.dtype.is_complex else tensor
+
+    model._apply(wide)
+    return model

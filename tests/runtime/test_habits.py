@@ -16,8 +16,8 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World
 from lopsided.runtime.calls.last_loss import LastLoss, NotFiniteWarning
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.parameters import first_values
-from lopsided.runtime.parameters.first_values import take_first_values
+from lopsided.runtime.parameters import initial
+from lopsided.runtime.parameters.initial import take_first_values
 from tests.support.small_net import HERE, Net, Products, batch_of, both, gap, net
 from tests.support.small_net import planned as planned_net
 from tests.support.two_matrices import numbers, planned, products, small, told
@@ -265,11 +265,11 @@ def in_chunks() -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     model.register_buffer("nothing", torch.ones(0))
     model.weight = nn.Parameter(torch.full((7, 3), float(rank)))
     world = World(rank, dist.get_world_size(), (0, 1, 2), (0, 1, 2), torch.device("cpu"))
-    size, first_values._CHUNK_BYTES = first_values._CHUNK_BYTES, 8
+    size, initial._CHUNK_BYTES = initial._CHUNK_BYTES, 8
     try:
         found = take_first_values(model, world)
     finally:
-        first_values._CHUNK_BYTES = size
+        initial._CHUNK_BYTES = size
     right = torch.equal(model.turned, torch.arange(12.0).view(3, 4).t().bfloat16()) and not model.weight.any()
     return found, take_first_values(model, world), bool(right and model.number == 0)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lopsided.calibration.memory_seen import with_memory_seen
+from lopsided.calibration.calibrate import with_memory_seen
 from lopsided.calibration.run_record import DeviceRun, Run, load_run, run_text, save_run
 from lopsided.errors import RunError, TrainingError
 from lopsided.planner.candidates import memory_limits

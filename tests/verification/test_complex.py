@@ -10,7 +10,7 @@ import torch
 import lopsided
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.placement import Shares
-from lopsided.verification.copies import widened
+from lopsided.verification.verifier import widened
 from tests.support.complex_models import FourierOperator, operator
 from tests.support.jobs import at_random, classic, step, training
 from tests.support.models import assert_captured

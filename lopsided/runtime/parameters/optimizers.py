@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lopsided.runtime.parameters.handover import adopt_parameters
+from lopsided.runtime.parameters.adoption import adopt_parameters
 from lopsided.runtime.parameters.host_state import (
     closure_is_done,
     end_failed_steps,
