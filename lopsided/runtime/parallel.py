@@ -710,7 +710,7 @@ class Parallel(nn.Module):
     def _tell_all(self, loss: Tensor) -> None:
         """From the first rank that takes part to all of the world."""
         self.watch.entering("the loss, told to all ranks")
-        # By way of the host where processes share a GPU: NCCL refuses two of them.
+        # By way of the host where processes share a GPU: they talk over gloo.
         told = loss if self.world.backend_of_all == "nccl" else loss.cpu()
         try:
             dist.broadcast(told, self.world.ranks[0])
