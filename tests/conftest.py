@@ -20,6 +20,7 @@ from lopsided.comm.worker_pool import WorkerPool
 from tests.support.shared_pools import shared_pools
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: two that share two cores would wait by spinning
 os.environ["LOPSIDED_CACHE"] = "0"  # nothing that is measured here is kept, or read from an earlier run
 # A shell that starts the tests in the background has them, and all they start, ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.launched import run_script
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [ROOT / "docs" / "tour.py", *sorted((ROOT / "examples").glob("*.py"))]
@@ -16,11 +16,11 @@ NEEDED = {"06_trainer.py": ["accelerate"], "07_lightning.py": ["lightning"], "08
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_run(script: Path) -> None:
+def test_scripts_run(script: Path, tmp_path: Path) -> None:
     for library in NEEDED.get(script.name, ()):
         pytest.importorskip(library)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    done = run_script(script, tmp_path)
+    assert done.status == 0, done.stderr
     assert done.stdout
 
 
@@ -33,8 +33,8 @@ def test_the_readme_code_runs(tmp_path: Path) -> None:
     assert code is not None
     script = tmp_path / "readme.py"
     script.write_text(code.group(1))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
+    done = run_script(script, tmp_path)
+    assert (done.status, done.stdout.strip()) == (0, "True"), done.stderr
 
 
 def test_links_in_the_docs_lead_somewhere() -> None:

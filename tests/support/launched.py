@@ -1,11 +1,16 @@
-"""Commands that tests start beside themselves."""
+"""Commands and scripts that tests start beside themselves."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+
+from lopsided.comm.worker_pool import _PRELOAD
 
 PATIENCE_S = 110
 
@@ -26,3 +31,33 @@ class Started(subprocess.Popen[str]):
         except subprocess.TimeoutExpired:
             self.terminate()  # torchrun then ends its workers
             raise AssertionError(f"did not end\n{self.communicate()[0]}") from None
+
+
+@dataclass(frozen=True)
+class Ran:
+    status: int | None  # None: it did not end
+    stdout: str
+    stderr: str
+
+
+def run_script(script: Path, folder: Path) -> Ran:
+    """As `python SCRIPT`, in a process forked from one that has imported torch: that alone would take four seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    out, err = folder / "stdout", folder / "stderr"
+    process = context.Process(target=_be_script, args=(str(script), str(out), str(err)))
+    process.start()
+    process.join(PATIENCE_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return Ran(None, out.read_text(), err.read_text())
+    return Ran(process.exitcode, out.read_text(), err.read_text())
+
+
+def _be_script(script: str, out: str, err: str) -> None:
+    for number, path in ((1, out), (2, err)):
+        with open(path, "w") as file:
+            os.dup2(file.fileno(), number)
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
