@@ -468,11 +468,12 @@ def _since_before(planned: list[dict[str, Any]]) -> list[str]:
     if not changes:
         return []
     new = sum(row.get("before_s") is None for row in planned)
-    met = "met" if changes[-1][0] <= NO_WORSE else "**not met**"
+    shorter = sum(change < -NO_WORSE for change, _ in changes)
+    (best, at_best), (worst, at_worst) = changes[0], changes[-1]
+    met = "met" if worst <= NO_WORSE else "**not met**"
     return [
-        f"Against the run before, in {len(changes)} cells that both fit: "
-        f"{sum(change < -NO_WORSE for change, _ in changes)} steps are shorter by more than 0.5 %, most "
-        f"{changes[0][1]} ({changes[0][0]:+.1%}); the one that is worst is {changes[-1][1]} ({changes[-1][0]:+.2%}; goal: at most "
+        f"Against the run before, in {len(changes)} cells that both fit: {shorter} steps are shorter by more than "
+        f"0.5 %, most {at_best} ({best:+.1%}); the one that is worst is {at_worst} ({worst:+.2%}; goal: at most "
         f"+0.5 %, {met}). {new} cells fit that did not.\n"
     ]
 
