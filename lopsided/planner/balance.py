@@ -67,6 +67,19 @@ class Balance:
     solves: int
 
 
+class NoSharesFitError(DoesNotFitError):
+    """No shares of a program fit; with the `nearest` least memory is missing."""
+
+    nearest: Shares
+
+
+def _none_fit(memory: MemoryRows, nearest: Shares, scale: type[Scale]) -> NoSharesFitError:
+    told = memory.excess(nearest, scale)
+    error = NoSharesFitError(told.what, where=told.where, do=told.do, **told.facts)
+    error.nearest = nearest
+    return error
+
+
 # The linear program
 
 
@@ -233,7 +246,7 @@ class _LinearProgram:
             options={"primal_feasibility_tolerance": _EXACT, "dual_feasibility_tolerance": _EXACT},
         )
         if outcome.status == 2 and not elastic:
-            raise self.memory.excess(self.solve(elastic=True).point.as_shares({}), _Unrounded)
+            raise _none_fit(self.memory, self.solve(elastic=True).point.as_shares({}), _Unrounded)
         if outcome.status != 0:
             raise LopsidedError(
                 f"no shares were found: {_SENTENCES.get(outcome.status, 'the solver gave up')}",
@@ -310,7 +323,7 @@ def balance(
     answer, rounding, units, price = rounded(memory)
     tight, attempts = memory, 1
     while price.over_bytes:
-        does_not_fit = memory.excess(answer.point.as_shares(units.totals), Scale)
+        does_not_fit = _none_fit(memory, answer.point.as_shares(units.totals), Scale)
         if attempts == _ATTEMPTS:
             raise does_not_fit
         # Whole units are larger than what they round: leave as much room as was missing.

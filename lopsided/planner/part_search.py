@@ -67,8 +67,7 @@ class PartSearch:
         self.pool.learned[self.on.fingerprint] = self.learned
 
     def _is_far(self, candidate: Candidate | None, times: float = _FAR) -> bool:
-        best = self.pool.best
-        return candidate is not None and best is not None and candidate.step_s > times * best.step_s
+        return candidate is not None and candidate.step_s > times * self.pool.bar_s
 
     def _is_hopeless(self, candidate: Candidate | None) -> bool:
         """Whether all that is known on these devices is far off the best.
@@ -131,8 +130,20 @@ class PartSearch:
         And what was found and does not fit, with what it saves run again in place of kept: that may be quicker.
         """
         found = self._fitting(name, shares, hidden)
-        recomputed = [made for base in self._short() if (made := self.pool.made_to_fit(base)) is not None]
-        return found or min(recomputed, key=lambda made: made.step_s, default=None)
+        return found or (self._freed() if self.pool.frees else None)
+
+    def free(self) -> None:
+        """What was found and does not fit, made to; and what is found at the shares of the best of that."""
+        made = self._freed()
+        if made is None or not self.pool.limits.left_s or made is not self.pool.best:
+            return
+        found, _ = self._found(made.name, made.shares, self.hidden or NOTHING_HIDDEN, self.memory_price, self.regather)
+        if found.program != made.program:
+            self.pool.made_to_fit(found)
+
+    def _freed(self) -> Candidate | None:
+        made = [freed for base in self._short() if (freed := self.pool.made_to_fit(base)) is not None]
+        return min(made, key=lambda freed: freed.step_s, default=None)
 
     def _short(self) -> list[Candidate]:
         """What does not fit: the quickest that searches found, and the plain programs."""

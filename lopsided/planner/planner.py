@@ -30,15 +30,15 @@ from lopsided.ir.placement import Shares
 from lopsided.ir.program import Program, RuleBook, check_program, parse_program
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.ablation import ADDITIONS, DEVICES, SEGMENTS, Belief, additions_named, beliefs, fewer_rules
-from lopsided.planner.candidates import BETTER, Candidate, Limits, memory_limits
+from lopsided.planner.candidates import BETTER, Candidate, Limits, excess, memory_limits
 from lopsided.planner.part_search import PartSearch
 from lopsided.planner.pins import limits_of
 from lopsided.planner.plan_data import INTERRUPTED, Baseline, Breakdown, Plan, SearchReport
 from lopsided.planner.proposals import CandidatePool
-from lopsided.planner.rounds import in_best_rounds, in_so_many
+from lopsided.planner.rounds import in_best_rounds, in_so_many, is_freed
 from lopsided.planner.search import Progress
 from lopsided.planner.segments import given_segments
-from lopsided.planner.worth import worth
+from lopsided.planner.worth import Worth, worth
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.decisions import BUCKET_BYTES, Decisions, OnHost, Rerun
 from lopsided.schedule.lower import lower
@@ -130,11 +130,11 @@ def plan_graph(
     left_out = additions_named(without)
     task = Task(graph, rules, optimizer, started, time_limit_s, pins, segments, left_out, known, progress)
     if not left_out:
-        return in_best_rounds(task, cluster, microbatches, _planned)[0]
+        return in_best_rounds(task, cluster, microbatches, _searched)[0]
     task = in_so_many(task, microbatches or 1)
     if segments and SEGMENTS in left_out:
         raise InputError("segments are given, and are to be left out", do="leave one of the two away")
-    as_believed = [(_planned(task, belief.cluster)[0], belief) for belief in beliefs(cluster, left_out)]
+    as_believed = [(_freed(task, belief.cluster).plans(1)[0], belief) for belief in beliefs(cluster, left_out)]
     found, belief = min(as_believed, key=lambda pair: pair[0].step_s)
     return _as_it_is(task, found, belief, cluster)
 
@@ -158,7 +158,7 @@ def plan_rivals(
     rules = book or derive_rules(graph)
     nothing = frozenset[str]()
     task = Task(graph, rules, optimizer, time.perf_counter(), math.inf, (), (), nothing, (), progress)
-    return in_best_rounds(task, cluster, microbatches, _planned, most)
+    return in_best_rounds(task, cluster, microbatches, _searched, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,40 +201,125 @@ def _collecting_rarely() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
+@dataclass(frozen=True)
+class _Searched:
+    """What came of a search: the best candidate, and all that is needed to make plans of the best."""
+
+    task: Task
+    cluster: Cluster
+    pool: CandidatePool
+    classics: tuple[Candidate, ...]
+    parts: tuple[PartSearch, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.pool.best is not None
+
+    @property
+    def step_s(self) -> float:
+        return self.pool.chosen.step_s
+
+    @property
+    def lack(self) -> float:
+        return excess(self.pool.nearest) if self.pool.tried else math.inf
+
+    @property
+    def least_s(self) -> float:
+        return self.pool.least_s
+
+    @property
+    def rounds_to_fit(self) -> int:
+        return self.pool.rounds_to_fit(self.cluster)
+
+    @property
+    def is_freed(self) -> bool:
+        return self.fits and is_freed(self.pool.chosen)
+
+    @property
+    def is_broken_off(self) -> bool:
+        return self.pool.interrupted or not self.pool.limits.left_s
+
+    @_collecting_rarely()
+    def free(self) -> None:
+        """What does not fit is made to, where that may lead to something better."""
+        pool = self.pool
+        pool.frees = True
+        pool.too_small.clear()
+        pool.leanest.clear()
+        try:
+            for part in self.parts:
+                if pool.is_promising(part.on) and pool.limits.left_s:
+                    pool.known_s = pool.bar_s
+                    part.free()
+            _finish(pool)
+        except KeyboardInterrupt:
+            pool.interrupted = True
+
+    @property
+    def baselines(self) -> tuple[Baseline, ...]:
+        """What the classics would take."""
+        return _baselines([*self.classics, *self.pool.classic_on_part(self.cluster)])
+
+    @_collecting_rarely()
+    def plans(self, most: int) -> tuple[Plan, ...]:
+        """The best plan, and the best of other sorts, so many in all at the most."""
+        pool, cluster = self.pool, self.cluster
+        each_is_worth: Worth = {}, {}
+        pool.frees, pool.known_s = True, math.inf
+        if self.fits and not self.is_broken_off:
+            try:
+                each_is_worth = worth(pool, cluster)
+            except KeyboardInterrupt:
+                # The best so far is an answer; what each device is worth is not known then.
+                pool.interrupted = True
+        classics = [*self.classics, *pool.classic_on_part(cluster)]
+        best = pool.chosen
+        rivals = pool.rivals((cluster, best.on), most - 1) if most > 1 and not pool.interrupted else []
+        seconds = time.perf_counter() - self.task.started
+        # Those are for trying: with the right shares even a plain one may turn out to be the best.
+        others = {id(one): one for one in (pool.chosen, best, *rivals)}
+        return tuple(
+            _answer(pool, cluster, classics, one, *(each_is_worth if one is best else ({}, {})), seconds)
+            for one in list(others.values())[:most]
+        )
+
+
 @_collecting_rarely()
-def _planned(task: Task, cluster: Cluster, most: int = 1) -> tuple[Plan, ...]:
-    """The best plan, and the best of other sorts, so many in all at the most."""
+def _searched(task: Task, cluster: Cluster, known_s: float = math.inf) -> _Searched:
+    """The best candidates that fit; nothing is made to yet. A plan with a step of `known_s` is known."""
     pool = task.pool()
+    pool.frees, pool.known_s = False, known_s
     if DEVICES in task.without:
         pool.fewest_devices = cluster.devices
     in_segments = given_segments(pool.book, task.segments) if task.segments else None
-    classics = list(pool.classics(cluster))
+    classics = tuple(pool.classics(cluster))
     for plan in task.known:
         _judge_known(pool, plan, cluster)
+    parts: list[PartSearch] = []
     try:
-        for part in [cluster] if DEVICES in task.without else _promising(pool, cluster):
-            PartSearch(pool, part).improve()
+        for on in [cluster] if DEVICES in task.without else _promising(pool, cluster):
+            parts.append(PartSearch(pool, on))
+            parts[-1].improve()
         if in_segments is not None:
             PartSearch(pool.within(in_segments, task.limits(in_segments)), cluster).improve()
-        for candidate in pool.leaders():
-            for finish in (pool.partly_stored_cut, pool.segmented, pool.rebucketed, pool.rechunked, pool.settled):
-                if pool.limits.left_s:
-                    finish(pool.of_part[candidate.on.fingerprint])
-        each_is_worth = worth(pool, cluster) if pool.limits.left_s else ({}, {})
+        _finish(pool)
     except KeyboardInterrupt:
-        # The best so far is an answer; what each device is worth is not known then.
-        pool.interrupted = True
-        each_is_worth = {}, {}
-    classics += pool.classic_on_part(cluster)
-    best = pool.chosen
-    rivals = pool.rivals((cluster, best.on), most - 1) if most > 1 and not pool.interrupted else []
-    seconds = time.perf_counter() - task.started
-    # Those are for trying: with the right shares even a plain one may turn out to be the best.
-    others = {id(one): one for one in (pool.chosen, best, *rivals)}
-    return tuple(
-        _answer(pool, cluster, classics, one, *(each_is_worth if one is best else ({}, {})), seconds)
-        for one in list(others.values())[:most]
-    )
+        pool.interrupted = True  # the best so far is an answer
+    return _Searched(task, cluster, pool, classics, tuple(parts))
+
+
+def _freed(task: Task, cluster: Cluster) -> _Searched:
+    made = _searched(task, cluster)
+    made.free()
+    return made
+
+
+def _finish(pool: CandidatePool) -> None:
+    """What else may be made of the best."""
+    for candidate in pool.leaders() if pool.best is not None else ():
+        for finish in (pool.partly_stored_cut, pool.segmented, pool.rebucketed, pool.rechunked, pool.settled):
+            if pool.limits.left_s:
+                finish(pool.of_part[candidate.on.fingerprint])
 
 
 def _promising(pool: CandidatePool, cluster: Cluster) -> Iterator[Cluster]:

@@ -14,6 +14,7 @@ best; each of its methods is one way to make some:
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Shares
 from lopsided.ir.program import Program, RuleBook, Step, one_device
 from lopsided.planner.ablation import CHUNKS, OVERLAP, SEGMENTS, STATE_SHARES
-from lopsided.planner.balance import balance
+from lopsided.planner.balance import NoSharesFitError, balance
 from lopsided.planner.baselines import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
 from lopsided.planner.candidates import (
     BETTER,
@@ -73,6 +74,7 @@ _NEARLY = 1.02  # times the best step on the same devices: what is further off w
 _MORE_FREED = 6  # times more is freed where too little was
 _MARGIN = 1.1  # times what is missing is freed more
 _BITS = 4  # of a number of devices: how exact it has to be to tell which step works with most memory
+_OF_A_ROUND = ("saved", "recomputed", "working")  # uses of memory of which a round has less than the batch
 _NO_WORK_S = 1e-12  # of an op that computes nothing
 
 
@@ -119,6 +121,9 @@ class CandidatePool:
         self.log: list[str] = []
         self.interrupted = False
         self.fewest_devices = 1  # a plan may use
+        self.frees = True  # what does not fit is made to, by recomputation and state in host memory
+        self.known_s = math.inf  # the step of a plan that was found otherwise: what takes longer is of no use
+        self.least_s = math.inf  # of any candidate, whether it fits or not
         self._calls = Calls(graph)
         self._costs: dict[str, Costs] = {}
         self._by_speed: dict[str, Shares] = {}
@@ -139,18 +144,25 @@ class CandidatePool:
             return self.best
         if not self.tried:
             raise DoesNotFitError("no program that keeps the pins was found", do="pin less")
-        # Of those that use most devices, the one that comes nearest tells best what is missing.
-        nearest = min(self.tried, key=lambda candidate: (-candidate.on.devices, excess(candidate)))
+        nearest = self.nearest
         how = (nearest.regather, nearest.bucket_bytes, nearest.reruns, nearest.on_host)
         held = self.laid_out(nearest.on, nearest.program, *how).held
+        levels = {rerun.level for rerun in nearest.reruns}
         ways = ["its parameters cut and gathered for use"] if any(h.use == "gathered" for h in held) else []
-        ways += ["what can be made again not kept"] if nearest.reruns else []
+        ways += ["what can be made again not kept"] if levels - {"chunked"} else []
+        ways += ["its loss some rows at a time"] if "chunked" in levels else []
         ways += ["optimizer state in host memory"] if nearest.on_host else []
-        even = f"even with {' and '.join(ways)}, " if ways else ""
-        what = f"no program was found that fits: {even}the one that comes nearest"
+        even = f" with {' and '.join(ways)}" if ways else ""
+        even = f" in {self.microbatches} rounds{even}" if self.microbatches > 1 else even
+        what = f"no program was found that fits: {f'even{even}, ' if even else ''}the one that comes nearest"
         about = (held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on))
-        check_fits(*about, what=what, host=self.short_of_host)
+        check_fits(*about, what=what, host=self.short_of_host, smaller_batch=self.microbatches == 1)
         return nearest
+
+    @property
+    def nearest(self) -> Candidate:
+        """Where nothing fits: of those that use most devices, the one that comes nearest tells best what is missing."""
+        return min(self.tried, key=lambda candidate: (-candidate.on.devices, excess(candidate)))
 
     # Judging
 
@@ -209,7 +221,34 @@ class CandidatePool:
             self.of_part[on.fingerprint] = candidate
         if self.best is None and may_be_chosen and too_much is None:
             self.tried.append(candidate)
+        if may_be_chosen:
+            self.least_s = min(self.least_s, candidate.step_s)
         return candidate
+
+    @property
+    def bar_s(self) -> float:
+        """The best step that is known of."""
+        return min(self.known_s, self.best.step_s if self.best is not None else math.inf)
+
+    def rounds_to_fit(self, cluster: Cluster) -> int:
+        """In how many rounds what one holds is little enough that nothing has to be freed, of data parallelism or ZeRO
+        with shares by speed: the fewest of those that keep what they gather, or else of all; 0 if in none.
+
+        Activations get less with the number of rounds, and sums of gradients that are sent behind the last get more.
+        """
+        found: dict[bool, list[int]] = {False: [], True: []}
+        for _, program, regather in self.plain:
+            laid = self.laid_out(cluster, program, regather, BUCKET_BYTES)
+            scale = Scale(cluster, self.by_speed(cluster))
+            parts = [
+                bytes_per_kind([h for h in laid.held if (h.use in _OF_A_ROUND) == of], scale) for of in (True, False)
+            ]
+            sums = sum(h.bytes for h in laid.held if h.use == "gathered") if not regather else 0
+            rooms = [limit - kept - sums for limit, kept in zip(memory_limits(cluster), parts[1], strict=True)]
+            if all(room > 0 for room in rooms):
+                needed = max(math.ceil(size / room) for size, room in zip(parts[0], rooms, strict=True))
+                found[regather].append(max(needed, 1) * self.microbatches)
+        return min(found[False] or found[True], default=0)
 
     def laid_out(
         self,
@@ -289,7 +328,7 @@ class CandidatePool:
                 return False
         if self.leanest and not any(_has_room(part, held) for held in self.leanest):
             return False
-        return self.best is None or self.first is None or self.ideal_s(part) < self.best.step_s
+        return self.first is None or self.ideal_s(part) < self.bar_s
 
     # Making
 
@@ -450,7 +489,11 @@ class CandidatePool:
                 polish=polish,
                 judge=lambda shares: run(laid.priced, network, Scale(on, shares)).step_s,
             ).shares
-        except DoesNotFitError:
+        except NoSharesFitError as error:
+            if self.best is None:
+                # What comes nearest to fitting tells what is missing.
+                about = (name, on, program, error.nearest, regather, found)
+                self.judge(*about, bucket_bytes=bucket_bytes, reruns=reruns, on_host=on_host)
             return None
         about = (name, on, program, shares, regather, found)
         return self.judge(*about, bucket_bytes=bucket_bytes, reruns=reruns, on_host=on_host)
@@ -461,8 +504,10 @@ class CandidatePool:
 
         None where nothing helps, or where it would not become the best of its devices: it takes no less time for that.
         """
+        # What is freed makes no step shorter.
         best = self.of_part.get(candidate.on.fingerprint)
-        if candidate.fits or (best is not None and candidate.step_s >= best.step_s * _NEARLY):
+        best_s = min(self.known_s, best.step_s if best is not None else math.inf)
+        if candidate.fits or candidate.step_s >= best_s * _NEARLY:
             return None
         key = (candidate.on.fingerprint, id(candidate.program), candidate.shares, candidate.regather)
         if key not in self._made_to_fit:
@@ -510,20 +555,22 @@ class CandidatePool:
         cheap = tried.cheaper_than(state.byte_s) if state is not None else ()
         over = [max(used - limit, 0.0) for used, limit in zip(candidate.memory, limits, strict=True)]
         seen: set[_Kept] = {((), ())}
-        wanted, made = over, candidate
+        wanted, made, again = over, candidate, None
         for _ in range(_MORE_FREED):
             kept = freeing(wanted)
             if kept in seen:
                 break
             seen.add(kept)
             made = self._less_kept(candidate, kept)
-            yield self.again(made)
+            again = self.again(made)
+            yield again
             if made.fits:
                 yield made
+            if made.fits or again is not None:
                 break
             left = [max(used - limit, 0.0) for used, limit in zip(made.memory, limits, strict=True)]
             wanted = [w + more * _MARGIN for w, more in zip(wanted, left, strict=True)]
-        if made.fits:
+        if made.fits or again is not None:
             for part in _PARTS[1:] if len(on.kinds) > 1 else ():
                 fewer = freeing([size * part for size in wanted])
                 if fewer not in seen:

@@ -1,15 +1,16 @@
 """In how many rounds the batch is computed: as many as it takes to fit, and more where that pays.
 
-In: what is asked for (`Asked`), and the planner of one number of rounds. Out: plans.
+In: what is asked for (`Asked`), and the search in one number of rounds. Out: plans.
 
 The one idea: a batch in k rounds is another graph, that of one round, with k among the decisions of its step. So it is
 planned as any other, and the plans of different numbers are compared by their whole steps. Rounds free activations and
 cost: smaller kernels with the same overhead, and whatever is sent in each. So they are tried where memory is what holds
-the step up: nothing fits, parts run again, parameters are gathered again, or a device is nearly full.
+the step up: where nothing fits, or where something that does not fit would be quicker than all that does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -19,11 +20,12 @@ from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph
 from lopsided.ir.program import RuleBook
 from lopsided.ops.derive import derive_rules
-from lopsided.planner.candidates import BETTER, memory_limits
-from lopsided.planner.plan_data import Plan
+from lopsided.planner.candidates import BETTER, Candidate
+from lopsided.planner.plan_data import Baseline, Plan
 from lopsided.schedule.rounds import NoRoundsError, batch_size, in_rounds
 
-_FULL = 0.85  # of what a plan may fill of a device: beyond that, memory may be what decides
+_GAIN = 0.98  # times the best step: what cannot be shorter than that is not tried
+_AS_GOOD = 0.995  # times the best step that fits: where what does not fit takes no less, memory decides nothing
 
 
 class Asked(Protocol):
@@ -51,52 +53,136 @@ def in_so_many(task: _Task, count: int) -> _Task:
     return replace(task, **changed)  # type: ignore[type-var]
 
 
+class Searched(Protocol):
+    """What a search in some number of rounds has come to."""
+
+    @property
+    def fits(self) -> bool: ...
+    @property
+    def step_s(self) -> float:
+        """Of the best that fits."""
+
+    @property
+    def least_s(self) -> float:
+        """Of anything that was seen, whether it fits or not: with less memory no step gets shorter."""
+
+    @property
+    def lack(self) -> float:
+        """Where nothing fits, how full the fullest device would be with what comes nearest: 1 is its limit."""
+
+    @property
+    def rounds_to_fit(self) -> int:
+        """In how many rounds nothing would have to be freed, about; 0 if in none."""
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether the best step does more for want of memory."""
+
+    @property
+    def is_broken_off(self) -> bool: ...
+    @property
+    def baselines(self) -> tuple[Baseline, ...]: ...
+    def free(self) -> None:
+        """Make fit what does not."""
+
+    def plans(self, most: int) -> tuple[Plan, ...]:
+        """The best, the quickest first; refused, in words, where nothing fits."""
+
+
 def in_best_rounds(
     task: _Task,
     cluster: Cluster,
     wanted: int | None,
-    planned: Callable[[_Task, Cluster, int], tuple[Plan, ...]],
+    searched: Callable[[_Task, Cluster, float], Searched],
     most: int = 1,
 ) -> tuple[Plan, ...]:
     """The plans with the quickest step of those in `wanted` rounds, or in any number that is worth a try."""
+    at_once = searched(in_so_many(task, 1 if wanted is None else wanted), cluster, math.inf)
     if wanted is not None:
-        return planned(in_so_many(task, wanted), cluster, most)
-    best: tuple[Plan, ...] = ()
-    why: DoesNotFitError | None = None
+        at_once.free()
+        return at_once.plans(most)
+    has_room = at_once.fits and at_once.least_s >= at_once.step_s * _AS_GOOD
+    if has_room and all(plan.microbatches == 1 for plan in task.known):
+        return at_once.plans(most)
+    trial = _Trial(task, cluster, searched, at_once)
+    best = trial.best()
+    if best is not None:
+        plans = best.plans(most)
+        # What the classics would take is told of the batch at once, where that fits.
+        of_classics = at_once.baselines if at_once.fits and best is not at_once else ()
+        return tuple(replace(plan, baselines=of_classics or plan.baselines) for plan in plans)
     try:
-        best = planned(task, cluster, most)
-    except DoesNotFitError as error:
-        why = error
-    if best and not _is_short(best[0]) and all(plan.microbatches == 1 for plan in task.known):
-        return best
-    baselines = best[0].baselines if best else ()
-    refused: NoRoundsError | None = None
-    for count in _counts(task):
-        try:
-            made = planned(in_so_many(task, count), cluster, most)
-        except DoesNotFitError:
-            continue
-        except NoRoundsError as error:
-            refused = error
-            break
-        if best and made[0].step_s >= best[0].step_s * BETTER:
-            break
-        best = tuple(replace(plan, baselines=baselines or plan.baselines) for plan in made)
-    if best:
-        return best
-    if why is None:
-        raise DoesNotFitError("no plan was found", do="give more memory")
-    raise _said_with_rounds(why, refused, batch_size(task.graph))
+        return min(trial.made.values(), key=lambda one: one.lack).plans(most)
+    except DoesNotFitError as why:
+        raise _said_with_rounds(why, trial.refused, max(trial.made), batch_size(task.graph)) from None
 
 
-def _is_short(plan: Plan) -> bool:
-    """Whether memory decides how the step is done."""
-    if plan.reruns or plan.on_host or plan.regather:
-        return True
-    limits = [
-        limit for limit, kind in zip(memory_limits(plan.on), plan.on.kinds, strict=True) for _ in range(kind.devices)
-    ]
-    return any(held > _FULL * limit for held, limit in zip(plan.memory_bytes, limits, strict=True))
+class _Trial:
+    """Numbers of rounds, tried one after the other: the first with which nothing should have to be freed, then more as
+    long as memory is short, then fewer as long as a step could be shorter by that."""
+
+    def __init__(
+        self, task: _Task, cluster: Cluster, searched: Callable[[_Task, Cluster, float], Searched], at_once: Searched
+    ) -> None:
+        self._searched: Callable[[int, float], Searched] = lambda count, known_s: searched(
+            in_so_many(task, count), cluster, known_s
+        )
+        self.counts = [1, *_counts(task)]
+        self.known = {plan.microbatches for plan in task.known}
+        self.made = {1: at_once}
+        self.refused: NoRoundsError | None = None
+        self.chosen: Searched | None = at_once if at_once.fits else None
+
+    def best(self) -> Searched | None:
+        at_once = self.made[1]
+        if at_once.is_broken_off:
+            return self.chosen
+        needed = at_once.rounds_to_fit
+        first = next((k for k, count in enumerate(self.counts) if count >= max(needed, 2)), len(self.counts) - 1)
+        first = len(self.counts) - 1 if not needed else first
+        for k in range(first, len(self.counts)):
+            was_better, made = self._try(self.counts[k])
+            if self.refused or (self.chosen is not None and not was_better) or (made and not made.is_freed):
+                break
+        for count in self.known - {*self.made}:
+            self._try(count)
+        for k in reversed(range(first)):
+            # The fewer rounds, the less overhead, and the more is to be freed.
+            if at_once.least_s >= self._step_s * _GAIN or not (self._try(self.counts[k])[0] or self.refused):
+                break
+        return self.chosen
+
+    @property
+    def _step_s(self) -> float:
+        return self.chosen.step_s if self.chosen is not None else math.inf
+
+    def _try(self, count: int) -> tuple[bool, Searched | None]:
+        """Whether so many rounds are better than all before."""
+        if count not in self.made and not self.refused:
+            try:
+                made = self.made[count] = self._searched(count, self._step_s)
+            except NoRoundsError as error:
+                self.refused = error
+                return False, None
+            if made.fits and made.step_s < self._step_s * BETTER:
+                self.chosen = made
+                self._freed(made)
+                return True, made
+        made = self.made.get(count)
+        return made is not None and self._freed(made), made
+
+    def _freed(self, made: Searched) -> bool:
+        if made.least_s < self._step_s * _GAIN and not made.is_broken_off:
+            made.free()
+        if made.fits and made.step_s < self._step_s * BETTER:
+            self.chosen = made
+            return True
+        return False
+
+
+def is_freed(candidate: Candidate) -> bool:
+    """Whether a step does more for want of memory."""
+    return bool(candidate.reruns or candidate.on_host or candidate.regather)
 
 
 def _counts(task: Asked) -> Iterator[int]:
@@ -110,13 +196,15 @@ def _counts(task: Asked) -> Iterator[int]:
             yield count
 
 
-def _said_with_rounds(why: DoesNotFitError, refused: NoRoundsError | None, rows: int) -> DoesNotFitError:
+def _said_with_rounds(why: DoesNotFitError, refused: NoRoundsError | None, most: int, rows: int) -> DoesNotFitError:
     """Why nothing fits, and what rounds have to do with it."""
     tried = (
         f"{refused.what} ({refused.where.splitlines()[0] if refused.where else ''})"
         if refused is not None
-        else f"not in up to {rows} rounds of the batch either"
-        if rows > 1
         else "the batch has one row"
+        if rows < 2
+        else f"not in up to {most} rounds of the batch either"
+        if most > 1
+        else "there was no time to try rounds of the batch"
     )
     return DoesNotFitError(why.what, where=why.where, do=why.do, **why.facts, rounds=tried)

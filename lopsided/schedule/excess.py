@@ -15,11 +15,17 @@ from lopsided.schedule.memory import USES, Holding, bytes_per_kind
 
 
 def describe_excess(
-    held: Sequence[Holding], scale: Scale, limits: Sequence[int] | None = None, *, what: str = "the program"
+    held: Sequence[Holding],
+    scale: Scale,
+    limits: Sequence[int] | None = None,
+    *,
+    what: str = "the program",
+    smaller_batch: bool = True,
 ) -> DoesNotFitError | None:
     """What to say if a device does not have the memory: which, how much is missing, what takes it. None if all fits.
 
-    `limits` are the bytes that may be filled on each kind: all of a device's memory, unless given.
+    `limits` are the bytes that may be filled on each kind: all of a device's memory, unless given. A `smaller_batch` is
+    among what would help, unless the batch is computed in rounds anyway.
     """
     needed = bytes_per_kind(held, scale)
     kinds = scale.cluster.kinds
@@ -45,17 +51,17 @@ def describe_excess(
         where=f"cluster {scale.cluster.name}",
         uses=", ".join(f"{use} {_gib(size)}" for use, size in sorted(uses, key=lambda item: -item[1])),
         biggest="; ".join(f"%{name} ({', '.join(dict.fromkeys(uses_of[name]))}) {_gib(s)}" for name, s in biggest),
-        do=_remedies(by_use, missing, _gib(missing)),
+        do=_remedies(by_use, missing, _gib(missing), smaller_batch),
     )
 
 
-def _remedies(by_use: Mapping[str, float], missing: float, text: str) -> str:
+def _remedies(by_use: Mapping[str, float], missing: float, text: str, smaller_batch: bool) -> str:
     """What would make it fit, each with whether it is enough by itself."""
     of_batch = sum(by_use[use] for use in ("saved", "recomputed", "working"))
     ways = [f"another {text} on that device"]
-    if of_batch > missing:
+    if smaller_batch and of_batch > missing:
         part = math.floor(100 * (1 - missing / of_batch))
-        ways.append(f"a batch of at most {part} % of this one, with accumulation")
+        ways.append(f"a batch of at most {part} % of this one")
     if (state := by_use["optimizer"]) > 0:
         enough = "" if state > missing else " (not enough by itself)"
         ways.append(f"an optimizer with less state: it takes {_gib(state)}{enough}")
@@ -69,9 +75,10 @@ def check_fits(
     *,
     what: str = "the program",
     host: DoesNotFitError | None = None,
+    smaller_batch: bool = True,
 ) -> None:
     """Refuse what does not fit, in words; and say what else did not fit in the memory of a host."""
-    error = describe_excess(held, scale, limits, what=what)
+    error = describe_excess(held, scale, limits, what=what, smaller_batch=smaller_batch)
     if error is not None:
         facts = error.facts if host is None else error.facts | {"host": host.what}
         raise DoesNotFitError(error.what, where=error.where, do=error.do, **facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,40 @@ def test_what_fits_is_computed_at_once(graph: Graph) -> None:
 def test_what_fits_in_no_rounds_says_so(graph: Graph) -> None:
     with pytest.raises(DoesNotFitError, match="rounds  not in up to 16 rounds"):
         plan_graph(graph, pair(0.05, 0.05), optimizer="sgd")
+
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def sizes_in(text: str) -> list[float]:
+    return [float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) ([KMG]?i?B)", text)]
+
+
+def test_what_fits_nowhere_tells_the_least_need_and_what_takes_it(graph: Graph) -> None:
+    with pytest.raises(DoesNotFitError) as at_once:
+        plan_graph(graph, pair(0.05, 0.05), optimizer="sgd", microbatches=1)
+    with pytest.raises(DoesNotFitError, match=r"even in \d+ rounds") as at_all:
+        plan_graph(graph, pair(0.05, 0.05), optimizer="sgd")
+    needs, has, usable, missing = sizes_in(at_all.value.what)
+    assert needs < sizes_in(at_once.value.what)[0]
+    assert has == pytest.approx(0.05 * 2**20, rel=0.01)
+    assert usable == pytest.approx(0.92 * has, rel=0.01)
+    assert missing == pytest.approx(needs - usable, rel=0.05)
+    assert sum(sizes_in(at_all.value.facts["uses"])) == pytest.approx(needs, rel=0.05)
+    # A round has fewer rows already.
+    assert "a batch of at most" not in at_all.value.do
+    assert sizes_in(at_all.value.do)[0] == missing
+    enough = pair(*(1.05 * (has + missing / 0.92) / 2**20 for _ in range(2)))
+    assert plan_graph(graph, enough, optimizer="sgd").microbatches > 1
+
+
+def test_what_fits_in_rounds_is_not_made_to_fit_otherwise(graph: Graph) -> None:
+    """Where rounds cost next to nothing, nothing runs again, nothing is gathered again."""
+    plan = plan_graph(graph, pair(0.6, 0.6, launch_s=1e-9), optimizer="sgd")
+    assert plan.microbatches > 1
+    assert not plan.reruns
+    assert not plan.regather
+    assert plan.step_s < plan_graph(graph, pair(0.6, 0.6, launch_s=1e-9), optimizer="sgd", microbatches=1).step_s
 
 
 def test_what_cannot_be_in_rounds_says_why() -> None:
