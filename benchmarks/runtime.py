@@ -234,10 +234,15 @@ def _settle(device: torch.device) -> None:
 def most_held(case: Case, plan: str, place: str) -> int:
     """Bytes of tensors at the worst moment of the third step, when optimizer state and gradients exist."""
     device = torch.device(place)
+    return peak_bytes(lambda: subject(OURS, case, plan, device), device)
+
+
+def peak_bytes(made: Callable[[], Step], device: torch.device) -> int:
+    """The most bytes of tensors at once in the third of the steps that are made."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if device.type == "cuda":
-        step = subject(OURS, case, plan, device)
+        step = made()
         for _ in range(2):
             step()
         gc.collect()
@@ -246,7 +251,7 @@ def most_held(case: Case, plan: str, place: str) -> int:
         return torch.cuda.max_memory_allocated(device)
     # The profiler counts from where it is started, so it is there before the model is.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-        step = subject(OURS, case, plan, device)
+        step = made()
         for _ in range(2):
             step()
         gc.collect()

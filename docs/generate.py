@@ -1,5 +1,5 @@
 """Write the generated docs: rules.md from the table, coverage.md, benchmarks.md, planning.md, runtime-benchmarks.md,
-scripts.md, shapes.md and faults-measured.md from benchmark results.
+scripts.md, shapes.md, fits.md, memory.md and faults-measured.md from benchmark results.
 
 python docs/generate.py
 """
@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from fits_pages import fits_page, memory_page
 
 from lopsided.ops import FAMILIES, TABLE
 from lopsided.ops.derive import describe_call
@@ -737,6 +739,8 @@ PAGES: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
     ("runtime-benchmarks", runtime_page, ("runtime", "runtime-cuda", "compiled-cuda")),
     ("scripts", scripts_page, ("scripts",)),
     ("shapes", shapes_page, ("shapes",)),
+    ("fits", lambda data: f"{NOTE}\n{fits_page(data)}", ("fits",)),
+    ("memory", lambda data: f"{NOTE}\n{memory_page(data)}", ("memory",)),
     ("faults-measured", faults_page, ("faults", "pace", "goodput", "strangers")),
 )
 
