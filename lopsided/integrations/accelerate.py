@@ -331,7 +331,7 @@ class Accelerator(UnequalAccelerator):
                 hook.remove()
             self.__dict__.update(before)
 
-    def _in_pieces(self) -> tuple[checkpoint.Trains, torch.optim.Optimizer | None, Any]:
+    def _in_pieces(self) -> tuple[Parallel, torch.optim.Optimizer | None, Any]:
         if self.parallel is None or len(self._optimizers) > 1 or len(self._schedulers) > 1:
             raise InputError(
                 "no model was prepared"
@@ -344,7 +344,7 @@ class Accelerator(UnequalAccelerator):
             )
         optimizer = next((one.optimizer for one in self._optimizers), None)
         scheduler = next((one.scheduler for one in self._schedulers), None)
-        return cast(checkpoint.Trains, self.parallel), optimizer, scheduler
+        return self.parallel, optimizer, scheduler
 
     def register_save_state_pre_hook(self, hook: Any) -> Any:
         raise _no_hooks("save")

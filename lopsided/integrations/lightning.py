@@ -225,12 +225,12 @@ class LopsidedStrategy(DDPStrategy):  # type: ignore[misc]
                 where=str(self._loaded),
                 do="begin with its weights: MyModule.load_from_checkpoint(path), and fit without ckpt_path",
             )
-        pieces.load(cast(pieces.Trains, self._trained), self._bare_optimizer, folder)
+        pieces.load(self._trained, self._bare_optimizer, folder)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if "optimizer_states" in checkpoint:
-            pieces.save(cast(pieces.Trains, self._trained), self._bare_optimizer, _beside(Path(filepath)), keep=1)
+            pieces.save(self._trained, self._bare_optimizer, _beside(Path(filepath)), keep=1)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._loaded = Path(checkpoint_path).resolve()

@@ -289,16 +289,13 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir) / _STATE
-        checkpoint.save(
-            cast(checkpoint.Trains, self._trained), self._bare_optimizer, folder, scheduler=self.lr_scheduler
-        )
+        checkpoint.save(self._trained, self._bare_optimizer, folder, scheduler=self.lr_scheduler)
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         if folder is None:
             return
         if (Path(folder) / _STATE).is_dir():
-            pm = cast(checkpoint.Trains, self._trained)
-            checkpoint.load(pm, self._bare_optimizer, Path(folder) / _STATE, scheduler=self.lr_scheduler)
+            checkpoint.load(self._trained, self._bare_optimizer, Path(folder) / _STATE, scheduler=self.lr_scheduler)
         elif (Path(folder) / "optimizer.pt").exists():
             raise CheckpointError(
                 "the optimizer's state was saved by a Trainer on one device, or under DDP",

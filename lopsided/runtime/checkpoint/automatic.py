@@ -20,17 +20,17 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from torch.optim import Optimizer
 
 from lopsided.errors import CheckpointError, DamagedError, InputError, shown
-from lopsided.runtime.checkpoint.checkpoint import Saving, Stateful, Trains, finish_last, go_on, load, save
+from lopsided.runtime.checkpoint.checkpoint import Saving, Stateful, finish_last, go_on, load, save
 from lopsided.runtime.checkpoint.folder import (
     clear,
     give_name,
+    keep_only,
     partial,
-    remove,
     restore,
     steps_in,
     sync_folder,
@@ -38,6 +38,9 @@ from lopsided.runtime.checkpoint.folder import (
 )
 from lopsided.runtime.checkpoint.in_memory import InMemory
 from lopsided.runtime.control_plane import accord_of
+
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
 
 _log = logging.getLogger("lopsided")
 
@@ -94,7 +97,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        pm: Trains,
+        pm: Parallel,
         optimizer: Optimizer | None,
         folder: str | Path,
         *,
@@ -125,7 +128,7 @@ class Checkpoints:
         on_disk = accord.first(lambda: max(_restored(self.folder), default=0))
         found = self._in_memory.latest() if self._in_memory is not None else None
         if found is not None and found[1].step >= on_disk:
-            self._tell("going on from step %d, which the devices left have in memory", found[1].step)
+            accord.warn("going on from step %d, which the devices left have in memory", found[1].step)
             return go_on(self._pm, self._optimizer, *found, self._loader, self._scheduler)
         for folder in filter(None, (self.folder, self._then)):
             for step in reversed(accord.first(lambda folder=folder: _restored(folder))):  # type: ignore[misc]
@@ -139,7 +142,7 @@ class Checkpoints:
                         step=step,
                     )
                 except DamagedError as error:
-                    self._tell("%s; the checkpoint before is tried", error.what)
+                    accord.warn("%s; the checkpoint before is tried", error.what)
         return 0
 
     def step(self) -> bool:
@@ -157,7 +160,7 @@ class Checkpoints:
         try:
             finish_last(accord)
         except CheckpointError as error:
-            self._tell("the last checkpoint could not be saved: %s", error.what)
+            accord.warn("the last checkpoint could not be saved: %s", error.what)
         try:
             self._last = save(
                 pm,
@@ -170,7 +173,7 @@ class Checkpoints:
                 then=self._mirror.take if self._mirror is not None else None,
             )
         except CheckpointError as error:
-            self._tell("no checkpoint could be saved: %s", error.what)
+            accord.warn("no checkpoint could be saved: %s", error.what)
         self._saved_s = self._looked_s = _now_s()
         self._since_look, self._look_after = 0, 1
 
@@ -194,10 +197,6 @@ class Checkpoints:
         self._look_after = accord_of(self._pm).first(lambda: after)
         self._looked_s, self._since_look = now_s, 0
         return self._look_after == 0
-
-    def _tell(self, text: str, *args: object) -> None:
-        if self._pm.world.rank == 0:
-            _log.warning(text, *args)
 
 
 def _restored(folder: Path) -> list[int]:
@@ -259,6 +258,4 @@ def _copy(checkpoint: Path, folder: Path, keep: int | None) -> None:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     if keep is not None:
-        older = [each for each in steps_in(folder) if each < step]
-        for each in older[: len(older) + 1 - keep]:
-            remove(written(folder, each))
+        keep_only(folder, keep, step)

@@ -118,6 +118,13 @@ def remove(path: Path) -> None:
         _log.warning("an old checkpoint cannot be removed: %s", error)
 
 
+def keep_only(folder: Path, count: int, step: int) -> None:
+    """Of the checkpoints up to this step, so many stay."""
+    older = [each for each in steps_in(folder) if each < step]
+    for each in older[: len(older) + 1 - count]:
+        remove(written(folder, each))
+
+
 def restore(folder: Path) -> None:
     """A checkpoint that was set aside for one of the same step, which then did not come, gets its name back."""
     for aside in folder.iterdir() if folder.is_dir() else ():

@@ -17,7 +17,6 @@ be done before the next. Nothing is written where there is no room for the next 
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 import shutil
@@ -26,6 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from lopsided.comm.world import waiting, working
 from lopsided.errors import CheckpointError, DamagedError, InputError
-from lopsided.runtime.checkpoint.checkpoint import Saving, Stateful, Trains, captured, finish_last, random_key
+from lopsided.runtime.checkpoint.checkpoint import Saving, Stateful, captured, finish_last, random_key
 from lopsided.runtime.checkpoint.folder import (
     Record,
     Stored,
@@ -52,11 +52,12 @@ from lopsided.runtime.checkpoint.folder import (
 )
 from lopsided.runtime.checkpoint.memory_folder import Fragment, MemoryPart, open_home, parts_in, room_in, write_part
 from lopsided.runtime.checkpoint.state import spread
-from lopsided.runtime.checkpoint.storage import Held, SafeReader
-from lopsided.runtime.checkpoint.tensor_file import TensorFile
+from lopsided.runtime.checkpoint.storage import Held, SafeReader, done, fill
+from lopsided.runtime.checkpoint.tensor_file import TensorFile, box_of
 from lopsided.runtime.control_plane import ControlPlane, accord_of
 
-_log = logging.getLogger("lopsided")
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
 
 PART_OF_TIME = 0.02
 """How much of the time training may wait for these checkpoints."""
@@ -98,7 +99,7 @@ class InMemory:
 
     def __init__(
         self,
-        pm: Trains,
+        pm: Parallel,
         optimizer: Optimizer | None,
         folder: Path,
         *,
@@ -125,7 +126,7 @@ class InMemory:
         accord.each(lambda: clear(self._home) if self._leads else None)
         self._made = accord.first(lambda: secrets.token_hex(8))
         if keep_copies >= len(names) and keep_copies:
-            self._tell("keep_copies=%d, and the nodes to keep copies on are %d", keep_copies, len(names) - 1)
+            accord.warn("keep_copies=%d, and the nodes to keep copies on are %d", keep_copies, len(names) - 1)
         self._off = False
         self._since, self._after, self._looked_s = 0, 1, _now_s()
         self._waits_s = self._behind_s = 0.0
@@ -154,7 +155,7 @@ class InMemory:
         try:
             finish_last(accord)
         except CheckpointError as error:
-            self._tell("the last checkpoint could not be saved: %s", error.what)
+            accord.warn("the last checkpoint could not be saved: %s", error.what)
             if last is self._last:
                 self._off = True
                 return
@@ -193,7 +194,7 @@ class InMemory:
             copies = sum(told[rank][0] for rank, to in enumerate(self._to) for other in to if other in ranks)
             room = min(told[rank][2] for rank in ranks)
             if 2 * (own + copies) + own > room:
-                self._tell(
+                accord_of(self._pm).warn(
                     "no checkpoints are kept in memory: on the node of rank %d they need %.3g MB, twice while one is "
                     "written, and %.3g MB more then; there are %.3g MB (in a container, see its --shm-size)",
                     ranks[0],
@@ -291,10 +292,6 @@ class InMemory:
                 return MemoryReader(written(self._home, step), table, holders[step, made], accord), training
         return None
 
-    def _tell(self, text: str, *args: object) -> None:
-        if self._pm.world.rank == 0:
-            _log.warning(text, *args)
-
 
 def _files(folder: Path, rank: int) -> tuple[Path, Path]:
     return folder / f"rank-{rank:05d}.safetensors", folder / f"rank-{rank:05d}.json"
@@ -340,7 +337,7 @@ class MemoryReader(SafeReader):
         accord = self._accord
         items: dict[tuple[str, str], list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            stored = self._stored(item)
+            stored = self.stored(item)
             items[stored.file, stored.key].append(item)
         wanted = accord.all(lambda: {place for place in items if accord.rank not in self._holders[place[0]]})
         missing = {place for each in wanted for place in each}
@@ -360,16 +357,5 @@ class MemoryReader(SafeReader):
             if place in missing:
                 accord.send(value, min(self._holders[file]))
             for item in items.get(place, ()):
-                part = value
-                for dim, (at, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    part = part.narrow(dim, at, size)
-                into = planner.resolve_tensor(item).detach()
-                into.copy_(part)
-                planner.commit_tensor(item, into)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _stored(self, item: ReadItem) -> Stored:
-        at = tuple(item.storage_index.offset or ())
-        return next(each for each in self.table[item.storage_index.fqn].chunks if each.offsets == at)
+                fill(planner, item, box_of(value, item.storage_offsets, item.lengths))
+        return done(None)

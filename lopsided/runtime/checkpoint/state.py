@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +21,12 @@ from torch import Tensor
 from lopsided.errors import CheckpointError, shown
 from lopsided.runtime.checkpoint.folder import Record, Table, few
 from lopsided.runtime.checkpoint.storage import Held
-from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile
-from lopsided.runtime.control_plane import Holder, accord_of
+from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile, box_of
+from lopsided.runtime.control_plane import accord_of
 from lopsided.runtime.parameters.pieces import Chunk, Piece
+
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
 
 Source = Mapping[str, Tensor] | str | Path | None
 
@@ -48,7 +52,7 @@ class Named:
         return self.piece.boxes(self.local) if self.piece else (self.local,)
 
 
-def tensors_of(pm: Holder) -> list[Named]:
+def tensors_of(pm: Parallel) -> list[Named]:
     """Every tensor of the model's state dict once, in its order."""
     piece_of = {name: piece for piece in pm.pieces.values() for name in (piece.name, *piece.also)}
     state = pm.state_dict()
@@ -170,7 +174,7 @@ def wanted_pieces(record: Record, piece: Piece | None, local: Tensor) -> Held:
 # Whole
 
 
-def full_state_dict(pm: Holder, *, everywhere: bool = True) -> dict[str, Tensor]:
+def full_state_dict(pm: Parallel, *, everywhere: bool = True) -> dict[str, Tensor]:
     """What `state_dict()` of the original model would be, in main memory. Every rank must call this.
 
     With `everywhere=False` only rank 0 keeps the values; the others return an empty dict.
@@ -200,7 +204,7 @@ def full_state_dict(pm: Holder, *, everywhere: bool = True) -> dict[str, Tensor]
     return {key: wholes[key] for key in pm.state_dict()} if keep else {}
 
 
-def _joined(pm: Holder, each: Named) -> Tensor:
+def _joined(pm: Parallel, each: Named) -> Tensor:
     local, piece = each.local.detach(), each.piece
     if piece is None or not piece.is_cut or pm.communicator is None:
         return local
@@ -229,9 +233,7 @@ def _opened(source: Source) -> Iterator[_Opened | None]:
         tensors = {key: value.detach() for key, value in source.items() if isinstance(value, Tensor)}
         yield _Opened(
             {key: TensorEntry(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()},
-            lambda key, chunk: tensors[key][
-                tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            ],
+            lambda key, chunk: box_of(tensors[key], chunk.offsets, chunk.sizes),
         )
         return
     path = Path(source)
@@ -248,7 +250,7 @@ def _opened(source: Source) -> Iterator[_Opened | None]:
         )
 
 
-def load_full_state_dict(pm: Holder, source: Source, *, strict: bool = True) -> None:
+def load_full_state_dict(pm: Parallel, source: Source, *, strict: bool = True) -> None:
     """Fill the module with whole tensors of the original names. Every rank must call this.
 
     `source` is a mapping or the path of a .safetensors file. Where all ranks have it, each reads what it holds. Where
