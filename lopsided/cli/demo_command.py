@@ -81,7 +81,7 @@ def _tell(outcome: Outcome) -> None:
 
 def _tell_setting(outcome: Outcome) -> None:
     size, cluster = outcome.setting.size, outcome.cluster
-    speeds = [kind.speed / 1e9 for kind in cluster.kinds for _ in range(kind.devices)]
+    speeds = [kind.speed / 1e9 for kind in cluster.device_kinds]
     ring = next((link for name, way, link in cluster.collectives if (name, way) == ("all_reduce", "ring")), None)
     talk = f"; an all-reduce takes {seconds_text(ring.latency_s)} + {speed_text(ring.bytes_per_s)}" if ring else ""
     workers = {1: "one", 2: "two", 3: "three"}.get(len(speeds), str(len(speeds)))

@@ -168,6 +168,16 @@ class Cluster:
         return tuple((stop - kind.devices, stop) for kind, stop in zip(self.kinds, stops, strict=True))
 
     @cached_property
+    def kind_numbers(self) -> tuple[int, ...]:
+        """Of each device the number of its kind."""
+        return tuple(k for k, kind in enumerate(self.kinds) for _ in range(kind.devices))
+
+    @property
+    def device_kinds(self) -> tuple[Kind, ...]:
+        """The kind of each device."""
+        return tuple(self.kinds[k] for k in self.kind_numbers)
+
+    @cached_property
     def _by_node(self) -> dict[str, tuple[Kind, ...]]:
         groups: dict[str, list[Kind]] = {}
         for kind in self.kinds:
@@ -251,8 +261,8 @@ class Cluster:
         if name not in self.device_names:
             raise _no_such("device", name, self)
         index = self.device_names.index(name)
-        gone, (start, _) = next((k, span) for k, span in enumerate(self.spans) if span[0] <= index < span[1])
-        node, number = self.kinds[gone].node, (index - start) // self.kinds[gone].count
+        gone = self.kind_numbers[index]
+        node, number = self.kinds[gone].node, (index - self.spans[gone][0]) // self.kinds[gone].count
         odd, rest = _parted(node, self.kinds[gone].nodes, number)
         kinds = []
         for k, kind in enumerate(self.kinds):

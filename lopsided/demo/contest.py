@@ -30,6 +30,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.ir.placement import start_of
 from lopsided.models.by_name import load
 from lopsided.profiling.measure import measure
+from lopsided.profiling.noise import wait_for
 from lopsided.runtime.calls.batches import shard
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.parallelizing import parallelize
@@ -179,11 +180,6 @@ def _update(optimizer: torch.optim.Optimizer) -> float:
     return time.perf_counter() - started
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # Jobs of the parent
 
 _here: dict[str, Contestant] = {}  # the contestants in this worker, between jobs
@@ -224,7 +220,7 @@ def run_round(order: Sequence[str], devices: tuple[str, ...], steps: int) -> Rou
                 told.append(loss)
                 optimizer_s += updating_s
                 waited_s += standing_s
-            _finish(device)
+            wait_for(device)
         spent[name] = Spent(time.perf_counter() - started, optimizer_s, waited_s)
         dist.barrier()
         # Added up when nobody's clock is running.

@@ -252,6 +252,10 @@ class Graph:
         return tuple(leaf for leaf in self.leaves if leaf.kind == "parameter")
 
     @cached_property
+    def parameter_names(self) -> frozenset[str]:
+        return frozenset(leaf.value.name for leaf in self.parameters)
+
+    @cached_property
     def updated(self) -> tuple[Value, ...]:
         """The parameters that get a gradient: trained ones that something uses."""
         used = {name for node in self.nodes for name in node.operands}
@@ -397,7 +401,7 @@ def reruns(graph: Graph) -> dict[str, tuple[int, ...]]:
 
     A region without a gradient has no backward pass, and is none.
     """
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     found: dict[str, tuple[int, ...]] = {}
     for number, region in itertools.groupby(graph.nodes, key=lambda node: node.context.recompute):
         nodes = list(region)

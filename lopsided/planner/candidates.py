@@ -104,7 +104,7 @@ class Limits:
         placed = dict(program.leaves)
         if self.made:
             for step in program.steps:
-                placed.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+                placed.update(step.made)
         pins = (*self.stored.items(), *self.made.items())
         return all(placed[name] == pin or placed[name].cut_by("") == pin for name, pin in pins)
 

@@ -42,7 +42,7 @@ from lopsided.comm.communicator import Handle
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import Found, RankHost, chip_of
 from lopsided.profiling.links import ControlGroup, Talkers
-from lopsided.profiling.noise import BackgroundLoad, typical
+from lopsided.profiling.noise import BackgroundLoad, typical, wait_for
 from lopsided.profiling.op_times import OpJob, layouts_of, run_job, samples_of
 
 LARGEST_BYTES = 16 * 2**20
@@ -89,8 +89,7 @@ def measure_overlap(talkers: Talkers, size_bytes: int, budget_s: float) -> Overl
 def _alone(handle: Handle, device: torch.device) -> float:
     started = time.perf_counter()
     handle.wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return time.perf_counter() - started
 
 

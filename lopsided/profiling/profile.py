@@ -219,7 +219,7 @@ def measure_once(
             return found
     told(f"{seconds}: they are not as fast as they were before" if known else seconds)
     cluster = measure(graph, device, group, optimizers=optimizers, budget_s=budget_s, progress=progress)
-    if folder is not None and (council.group is None or dist.get_rank(council.group) == 0):
+    if folder is not None and council.rank == 0:
         keep(folder, name, cluster.text())
     return cluster
 
@@ -283,8 +283,7 @@ def _parsed(text: str) -> Cluster | None:
 
 def _holds(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None, council: ControlGroup) -> bool:
     """Whether a short look at every device and at the links agrees with the file; the same answer on all ranks."""
-    rank = dist.get_rank(council.group) if council.group is not None else 0
-    kind = next(kind for kind, (_, stop) in zip(cluster.kinds, cluster.spans, strict=True) if rank < stop)
+    kind = cluster.device_kinds[council.rank]
     dtype = kind.flops_per_s[0][0]
     for _ in range(_GLANCES):
         council.gather()

@@ -191,7 +191,7 @@ def strange_speeds(plan: Plan, world: World) -> str:
 
     A glance at one product each, so only what is far off is told.
     """
-    kinds = [kind for kind in plan.on.kinds for _ in range(kind.devices)]
+    kinds = plan.on.device_kinds
     kind = kinds[world.order[world.place]] if world.takes_part else kinds[0]
     dtype = kind.flops_per_s[0][0]
     now = dict(measure_speeds((dtype,), world.device, _LOOK_S).flops_per_s)[dtype]
@@ -275,8 +275,7 @@ def cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:
         if placement.is_shard:
             yield placement, values[name].shape
     for step in program.steps:
-        placed = [*zip(step.node.operands, step.chains, strict=True)]
-        placed += [(v.name, (give,)) for v, give in zip(step.node.results, step.rule.gives, strict=True)]
+        placed = [*step.taken, *((name, (give,)) for name, give in step.made)]
         for name, chain in placed:
             yield from ((p, values[name].shape) for p in chain if p.is_shard)
 

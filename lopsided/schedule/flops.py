@@ -490,8 +490,7 @@ class _Shapes:
 
 def _driven(call: Call, rule: Rule, talk: Talk, device: torch.device, devices: int) -> Iterator[Exchanged]:
     """One imaginary device that has everything, among so many."""
-    placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
-    length = next((p.length(value.shape) for p, value in placed if p.is_shard), None)
+    length = next((p.length(value.shape) for p, value in call.placed(rule) if p.is_shard), None)
     pieces = () if length is None else (length, *[0] * (devices - 1))
     tensors = tuple(
         torch.empty(

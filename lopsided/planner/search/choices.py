@@ -25,7 +25,7 @@ from lopsided.errors import ProgramError
 from lopsided.ir.graph import Leaf, Node, Value, reruns, retaken, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, Placement, R
-from lopsided.ir.program import Chain, Program, RuleBook, Step
+from lopsided.ir.program import Chain, Program, RuleBook, Step, whole_rule
 from lopsided.planner.search.copies import (
     Free,
     Needs,
@@ -494,7 +494,7 @@ class _Writer:
     def _suiting(self, node: Node) -> Rule:
         """A rule that gives just what is needed, or else the one that runs whole, from which all else is sliced."""
         wanted = [tuple(self.needs.get(value.name, ())) for value in node.results]
-        whole = Rule((I,) * len(node.operands), (I,) * len(node.results))
+        whole = whole_rule(node)
         if node.name in self.graph.fixed or any(len(w) > 1 or not all(p.is_shard for p in w) for w in wanted):
             return whole
         for rule in self.space.book.rules[node.name]:
