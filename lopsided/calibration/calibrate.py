@@ -182,7 +182,7 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class LineCorrection:
-    """By what the lines of calls are corrected."""
+    """A correction of the lines of calls: factors of both parts, and seconds that are added."""
 
     constants: float
     slopes: float

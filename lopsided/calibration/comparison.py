@@ -354,7 +354,8 @@ def computing_s(plan: Plan) -> tuple[float, ...]:
 
 
 def observed_parts(plan: Plan, seconds: Sequence[float]) -> tuple[ObservedCalls, ...]:
-    """Of each kind: the mean of what its devices took for their parts of a step, of which nothing else is known."""
+    """For each kind of device, the mean of what its devices took for their parts of a step, of which nothing else is
+    known."""
     told, found = computing_s(plan), []
     for number, (first, last) in enumerate(plan.on.spans):
         was_s, is_s = (statistics.fmean(each[first:last]) for each in (told, seconds))
@@ -370,7 +371,7 @@ def observed_run(run: Run) -> tuple[tuple[ObservedCalls, ...], tuple[ObservedTra
 
 
 def _observed_calls(run: Run, costs: Costs, number: int) -> Iterator[ObservedCalls]:
-    """Of one kind: the seconds of its devices in the mean, of all calls of one text and pass together."""
+    """What one kind took: mean seconds of its devices, all calls of one text and pass together."""
     plan = run.plan
     devices = range(*plan.on.spans[number])
     medians = [_median_by_id(run.devices[device]) for device in devices]
@@ -428,7 +429,7 @@ def _median_by_id(device: DeviceRun) -> dict[str, float]:
 
 
 def _observed_transfers(run: Run, network: Network) -> Iterator[ObservedTransfers]:
-    """Of every way that the run took: seconds in a step. What hid behind computing is expected to take longer."""
+    """Seconds in a step of every way that the run took. What hid behind computing is expected to take longer."""
     slowdown = run.plan.on.comm_slowdown
     totals: dict[tuple[str, str], list[tuple[float, float]]] = {}
     steps = [*zip(*(device.recorded for device in run.devices), strict=False)]

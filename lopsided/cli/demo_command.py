@@ -25,8 +25,10 @@ TITLES = {
     BY_SPEED: "DDP, shares by speed",
     LOPSIDED: "Lopsided",
 }
-_BAR = 40  # columns of the longest step
-_ALIKE = 0.03  # ratios as near to one as this say nothing
+# Columns of the longest step.
+_BAR = 40
+# A ratio as near to one as this says nothing.
+_ALIKE = 0.03
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 

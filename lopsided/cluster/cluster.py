@@ -169,7 +169,7 @@ class Cluster:
 
     @cached_property
     def kind_numbers(self) -> tuple[int, ...]:
-        """Of each device the number of its kind."""
+        """The number of each device's kind."""
         return tuple(k for k, kind in enumerate(self.kinds) for _ in range(kind.devices))
 
     @property
@@ -431,7 +431,7 @@ def parts(cluster: Cluster, dtype: str, *, by_memory: bool = True) -> Iterator[C
 
 
 def _subsets(order: Sequence[int], roomiest: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Of few kinds all subsets; of many the fastest, and those with most memory. Large ones first."""
+    """All subsets of few kinds; of many the fastest, and those with most memory. Large ones first."""
     if len(order) <= FEW_KINDS:
         for size in range(len(order) - 1, 0, -1):
             yield from itertools.combinations(order, size)

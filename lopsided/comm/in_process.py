@@ -112,7 +112,7 @@ class _AbandonedError(Exception):
 
 
 class _Turns:
-    """Who runs. A rank's lock is free for it to take when it is its turn."""
+    """Decides which rank runs. A rank's lock is free for it to take when it is its turn."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -97,7 +97,7 @@ def find_seats(told: Sequence[RankInfo], cluster: Cluster, on: Cluster) -> RankM
 
 
 def devices_in(part: Cluster, whole: Cluster) -> tuple[int, ...]:
-    """Of each device of a part of a cluster: its number in the whole.
+    """The number in the whole cluster of each device of a part of it.
 
     Names may be counted anew in a part, so a name alone does not tell. What tells is the name and what the device can
     do; failing that, the node and what it can do; failing that, what it can do.
@@ -125,7 +125,7 @@ def devices_in(part: Cluster, whole: Cluster) -> tuple[int, ...]:
 
 
 def _descriptions(cluster: Cluster) -> list[tuple[int, str, str]]:
-    """Of each device: the number of its kind, its node, its name."""
+    """The number of its kind, the node and the name of each device."""
     numbered = zip(cluster.kind_numbers, cluster.device_names, strict=True)
     return [(number, name.split("/")[0], name) for number, name in numbered]
 

@@ -29,7 +29,8 @@ from lopsided.calibration.run_record import COMPUTE, NETWORK, Span, StepRun
 from lopsided.comm.backends import PendingWork
 
 HANDSHAKE = "handshake"
-DIGITS = 7  # of seconds in a file
+# Of seconds in a file: tenths of a microsecond.
+DIGITS = 7
 _IDLE = ""
 
 Stamp = float | torch.cuda.Event

@@ -175,7 +175,7 @@ def patience_s() -> float:
 
 
 class Watches(Protocol):
-    """Who knows what the other ranks do (`lopsided.comm.watchdog`)."""
+    """Knows what the other ranks do (`lopsided.comm.watchdog`)."""
 
     def entering(self, what: str) -> None: ...
     def left(self) -> None: ...

@@ -85,7 +85,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Of each contestant: what this worker spent, and the losses of the steps (the global ones)."""
+    """What this worker spent on each contestant, and the losses of the steps (the global ones)."""
 
     spent: dict[str, Spent]
     losses: dict[str, list[float]]

@@ -202,7 +202,7 @@ class _Compiler:
         return list(self._in_regions(made, regions))
 
     def _in_stretches(self, made: Sequence[Instruction], regions: Sequence[str]) -> tuple[list[Instruction], list[str]]:
-        """With the nodes of a stretch, which follow each other, in as few functions as can be."""
+        """Instructions with the nodes of a stretch, which follow each other, in as few functions as can be."""
         stretch_of = {n: item.id for item in self.schedule.forward if isinstance(item, Stretch) for n in item.nodes}
         if not stretch_of:
             return list(made), list(regions)

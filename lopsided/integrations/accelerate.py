@@ -52,7 +52,8 @@ from lopsided.runtime.parallelizing import parallelize
 from lopsided.runtime.parameters.adoption import check_bare
 from lopsided.runtime.parameters.norms import clip_grad_norm_
 
-_STATE = "lopsided"  # the folder in a saved state with the model's pieces and the optimizer's
+# The folder with the model's pieces and the optimizer's in a saved state.
+_STATE = "lopsided"
 
 
 class UnequalAccelerator(accelerate.Accelerator):  # type: ignore[misc]

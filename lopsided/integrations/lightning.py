@@ -44,8 +44,10 @@ from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_d
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.parallelizing import parallelize
 
-_MODULE = "lightning."  # the LightningModule inside of `Steps`
-_BESIDE = ".lopsided"  # behind a checkpoint's name: the folder with the optimizer's state
+# The LightningModule's name inside of `Steps`.
+_MODULE = "lightning."
+# The end of the name of the folder with the optimizer's state, beside a checkpoint.
+_BESIDE = ".lopsided"
 
 
 class LopsidedStrategy(DDPStrategy):  # type: ignore[misc]

@@ -56,7 +56,8 @@ from lopsided.runtime.parameters.adoption import check_bare
 from lopsided.runtime.parameters.whole_model import whole
 
 _ITEMS = "num_items_in_batch"
-_STATE = "lopsided"  # the folder in a checkpoint of the Trainer's with the optimizer's state
+# The folder with the optimizer's state in a checkpoint of the Trainer's.
+_STATE = "lopsided"
 _WHOLE_BATCH = FedBatch(HandedOut(), is_cut=False)
 
 
@@ -267,7 +268,7 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def _whole_already(self, gathered: Any) -> Any:
-        """In the place of a gather: all is whole, except that the loss counts once for every row."""
+        """Takes the place of a gather: all is whole, except that the loss counts once for every row."""
         if not self._loss_is_next:
             return gathered
         self._loss_is_next = False
@@ -313,7 +314,7 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
         self._load_weights(Path(self.state.best_model_checkpoint))
 
     def _load_weights(self, folder: Path) -> None:
-        """Of a saved model, into this process's pieces. Rank 0 needs the folder."""
+        """Load a saved model into this process's pieces. Rank 0 needs the folder."""
         source = _weights_in(folder) if self._trained.world.rank == 0 else None
         load_full_state_dict(self._trained, source, strict=not getattr(self.model, "_keys_to_ignore_on_save", None))
 
@@ -325,7 +326,7 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
 
     @property
     def _bare_optimizer(self) -> torch.optim.Optimizer:
-        """Not as accelerate wraps it."""
+        """The optimizer without the wrapper of accelerate."""
         return cast(torch.optim.Optimizer, getattr(self.optimizer, "optimizer", self.optimizer))
 
 

@@ -30,7 +30,8 @@ from lopsided.ir.placement import I, P, Placement, R, S
 from lopsided.ops.op import Call
 from lopsided.ops.trial import edge_operands, random_operands, try_rule
 
-MOST_HYPOTHESES = 2000  # an op with many tensors has more: exponentially many
+# An op with many tensors has exponentially many hypotheses; so many are tried.
+MOST_HYPOTHESES = 2000
 _LARGE = 1 << 18
 _PATIENCE_S = 60.0
 _MOST_DEATHS = 50

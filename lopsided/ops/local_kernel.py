@@ -282,7 +282,7 @@ class ByFactors:
         return [found.get(k) if k in self.wanted else None for k in range(len(self.call.operands))]
 
     def _by_running(self, whole: dict[int, Tensor], dy: Sequence[Tensor]) -> dict[int, Tensor | None]:
-        """From the op on one device, with zeros for operands whose elements do not enter the gradient."""
+        """What the op on one device gives, with zeros for operands whose elements do not enter the gradient."""
         operands = [
             whole[k] if k in whole else torch.zeros(value.shape, dtype=value.torch_dtype, device=dy[0].device)
             for k, value in enumerate(self.call.operands)

@@ -152,7 +152,7 @@ class Local:
         return replace(self, tensors=tuple(map(accumulating, self.tensors)))
 
     def as_result(self, x: Tensor, k: int = 0) -> Tensor:
-        """In the dtype that result `k` has in the graph: under autocast not always that of an operand."""
+        """The tensor in the dtype that result `k` has in the graph: under autocast not always that of an operand."""
         return x.to(self.call.node.results[k].torch_dtype)
 
     def nothing(self, k: int = 0) -> Tensor:
@@ -256,7 +256,8 @@ class Op:
 
 
 def accumulating(x: Tensor) -> Tensor:
-    """In a dtype to add up in: half precision counts exactly to 256 or 2048 only, and float16 ends at 65504."""
+    """The tensor in a dtype to add up in: half precision counts exactly to 256 or 2048 only, and float16 ends at
+    65504."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

@@ -120,7 +120,7 @@ def stored_in(program: Program) -> Stored:
 
 
 def excess(candidate: Candidate) -> float:
-    """By how much the fullest device is over its limit, as a part of it."""
+    """How far the fullest device is over its limit, as a part of it."""
     used = zip(candidate.memory, memory_limits(candidate.on), strict=True)
     return max(size / limit for size, limit in used)
 

@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of the global batch, all rounds together; 0 where inputs have none."""
+        """Rows of the global batch, all rounds together; 0 where inputs have none."""
         return batch_size(self.graph) * self.microbatches
 
     @property
@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def kind_numbers(self) -> tuple[int, ...]:
-        """Of each device that takes part the number of its kind."""
+        """The kind's number of each device that takes part."""
         return self.on.kind_numbers
 
     @cached_property

@@ -319,7 +319,7 @@ def _in_time(everyone: Sequence[Expected], budget_s: float) -> bool:
 
 
 def _has_some(dry: DryRun, rank: int) -> bool:
-    """With an empty piece of the batch there is no step to speak of."""
+    """Whether a rank has some of the batch: without, there is no step to speak of."""
     graph, placed = dry.program.graph, dict(dry.program.leaves)
     shards = [(placed[leaf.value.name], leaf.value.shape) for leaf in graph.leaves if placed[leaf.value.name].is_shard]
     return all(pieces_of(placement, shape, dry.shares)[rank] for placement, shape in shards)
@@ -360,7 +360,7 @@ def packing_of(dry: DryRun, step_s: float) -> float:
 
 
 def predicted_s(dry: DryRun, packing: float) -> float:
-    """Of a pass there and back."""
+    """Seconds of a pass there and back, as predicted."""
     cluster = replace(dry.cluster, packing=packing)
     costs = Costs(dry.program.graph, cluster, optimizer_named("sgd"))
     schedule = lower(dry.program, Decisions(dry.bucket_bytes))

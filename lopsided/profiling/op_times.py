@@ -166,7 +166,7 @@ def measure_speeds(dtypes: Iterable[str], device: torch.device, lasting_s: float
 
 
 def _bytes_per_s(device: torch.device, lasting_s: float) -> float:
-    """Of a sum: two are read, one is written. Larger than caches, and small beside any memory to train in."""
+    """Measured by a sum: two are read, one is written. Larger than caches, and small beside any memory to train in."""
     big = torch.ones(2**27 if device.type == "cuda" else 2**23, device=device)
     other, into = torch.ones_like(big), torch.empty_like(big)
     # In place: what a page costs that is touched for the first time is no matter of bytes.
@@ -175,7 +175,7 @@ def _bytes_per_s(device: torch.device, lasting_s: float) -> float:
 
 
 def _flops_per_s(dtype: torch.dtype, device: torch.device, lasting_s: float) -> float:
-    """Of a product of square matrices, as large as one can be run several times in the time given."""
+    """Measured by a product of square matrices, as large as one can be run several times in the time given."""
     size, best = 256, 1.0
     while size <= 8192:
         a, b = torch.ones(size, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
@@ -232,7 +232,7 @@ def distinct_calls(graphs: Sequence[Graph]) -> tuple[Distinct, ...]:
 
 
 def forward_flops(graph: Graph) -> int:
-    """Of a forward pass of the whole batch."""
+    """FLOPs of a forward pass of the whole batch."""
     return sum(distinct.times * distinct.work.forward_flops for distinct in distinct_calls((graph,)))
 
 
@@ -269,7 +269,7 @@ class OpJob:
 
     @property
     def bytes(self) -> int:
-        """Of its operands and results."""
+        """The bytes of its operands and results."""
         return sum(
             math.prod(placement.local_shape(value.shape, self.pieces, 0)) * value.torch_dtype.itemsize
             for placement, value in self.distinct.call.placed(self.rule)

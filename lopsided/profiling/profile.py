@@ -82,7 +82,7 @@ def standard(dtype: str | None, batch: int | None) -> ProfileRequest:
 
 
 def take_profile(wanted: ProfileRequest, progress: Progress = lambda done, total: None) -> Measurement:
-    """In every process of the world: rank 0's measurement, the same in all."""
+    """Rank 0's measurement, the same in every process of the world. All of them call this."""
     device = begin()
     return take_measurement(
         wanted.graphs,
@@ -107,7 +107,7 @@ def is_first() -> bool:
 def profile_here(
     wanted: ProfileRequest, processes: int = 0, progress: Progress = lambda done, total: None
 ) -> Measurement:
-    """This machine: every GPU, or the CPU; or so many processes."""
+    """Profile this machine: every GPU, or the CPU; or so many processes."""
     many = processes or max(torch.cuda.device_count(), 1)
     if many == 1:
         return take_profile(wanted, progress)
@@ -168,8 +168,10 @@ _OLD_S = 30 * 24 * 3600.0
 _LOOK_S = 0.05
 _LOOK_BYTES = 2**20
 _LOOKS = 5
-_GLANCES = 3  # before something is called changed: a busy moment is none
-_SPEED_OFF, _LINK_OFF = 1.4, 2.0  # times as fast or as slow: not the same hardware any more
+# Looks before something is said to have changed: one may fall on a busy moment.
+_GLANCES = 3
+# A device 1.4 times as fast or as slow, or a link twice, is not the hardware it was.
+_SPEED_OFF, _LINK_OFF = 1.4, 2.0
 _MORE = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 _MEASURED_AS = 6

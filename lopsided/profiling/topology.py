@@ -154,7 +154,7 @@ def with_links(
 
 
 def _overlap(talkers: Talkers, reduce: Link, budget_s: float) -> Overlap:
-    """With as much as takes an eighth of the time there is, so that it can be sent several times."""
+    """Measure overlap with as much as takes an eighth of the time, so that it can be sent several times."""
     fitting = max(budget_s / 8 - reduce.latency_s, 0.0) * reduce.bytes_per_s
     return measure_overlap(talkers, int(min(max(fitting, SMALLEST_BYTES), LARGEST_BYTES)), budget_s)
 

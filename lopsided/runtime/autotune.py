@@ -97,7 +97,7 @@ def _nearest(chosen: Plan, trials: Sequence[TriedPlan]) -> list[Plan]:
 
 
 def _noted(plan: Plan, trials: Sequence[TriedPlan]) -> Plan:
-    """With a note of what it took, and what others did."""
+    """The plan with a note of what it took, and what others did."""
     took = next((one.seconds for one in trials if one.plan is plan), math.inf)
     if not math.isfinite(took):
         return plan

@@ -109,7 +109,7 @@ class OpCost:
 
     @property
     def sent(self) -> tuple[Transfer, ...]:
-        """In a whole step."""
+        """What is sent for it in a whole step."""
         return (*self.talks * self.forwards, *self.back_talks)
 
 

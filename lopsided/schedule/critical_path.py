@@ -140,7 +140,7 @@ class Message:
         return sum(size for _, size in self.parts)
 
     def largest(self, sizes: Sizes) -> float:
-        """Of the parts together, weighted by bytes: the price of a way is linear in both."""
+        """The largest piece of the parts together, weighted by bytes: the price of a way is linear in both."""
         return sum(size * sizes.largest(cuts) for cuts, size in self.parts) / self.size if self.size else 1.0
 
     def way(self, network: Network, sizes: Sizes) -> Algorithm:
@@ -363,7 +363,7 @@ class MemoryRows:
         return [held - limit if held > limit + 1 else 0.0 for held, limit in room]
 
     def tightened(self, over: Sequence[float]) -> MemoryRows:
-        """With so many bytes less room."""
+        """The limits with so many bytes less room."""
         return MemoryRows(
             self.cluster, self.holdings, [max(a - b, 1.0) for a, b in zip(self.limits, over, strict=True)]
         )

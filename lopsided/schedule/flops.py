@@ -266,7 +266,8 @@ def _flops(call: Call, kind: str) -> tuple[int, Sequence[int], int]:
 
 
 def _products(call: Call) -> tuple[int, Sequence[int], int] | None:
-    """By the op's line; None if it multiplies nothing. Summands beside a product (a bias) are not counted."""
+    """The products in the op's line; None if it multiplies nothing. Summands beside a product (a bias) are not
+    counted."""
     try:
         described = describe_call(call)
     except NotationError:

@@ -49,7 +49,8 @@ from lopsided.ops.reduce import mean_of_piece
 from lopsided.ops.views import expand_to_local_shape, new_of_local_shape, to_local_shape
 from lopsided.ops.windows import nearest_of_piece, unpooled_of_piece
 
-_SUM, _MEAN = 2, 1  # how torch's losses number their reductions
+# How torch's losses number their reductions.
+_SUM, _MEAN = 2, 1
 _MEAN_OF_ROWS = "mean_of_rows"
 
 
@@ -313,7 +314,7 @@ class _Cutter:
         return self._ahead(name, wanted) if name in self.given else None
 
     def _part_of(self, name: str) -> str | None:
-        """Of an invariant value every round has as much."""
+        """What a round has of an invariant value: every round as much."""
         whole = self.take(name, I)
         if whole is None:
             return None
@@ -498,8 +499,10 @@ class _Cutter:
 _AS_THEY_ARE = (convolution_of_piece, group_norm_of_piece, nearest_of_piece, unpooled_of_piece)
 """How pieces are computed by ops that are called on some rows as on all; their pieces along other dims differ."""
 
-_AHEAD = 100  # the price of computing something before the rounds: more than any conversion within one
-_DEEPEST = 8  # nodes that are made again for a part of what they make, one behind the other
+# The price of computing something before the rounds: more than any conversion within one.
+_AHEAD = 100
+# So many nodes, one behind the other, are made again for a part of what they make.
+_DEEPEST = 8
 
 
 @dataclass(frozen=True, slots=True)

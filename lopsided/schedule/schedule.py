@@ -204,7 +204,7 @@ class Schedule:
 
     @cached_property
     def steps(self) -> Mapping[str, Step]:
-        """By which rule every node runs."""
+        """The step of every node: by which rule it runs."""
         return {step.node.name: step for step in self.program.steps}
 
     @property
@@ -447,7 +447,7 @@ class _Parser:
         return Redistribute(match[1], name, source, to, phase, transfer, match[7] or "")
 
     def schedule(self) -> Schedule:
-        """With the members of buckets filled in, and what was made for each node counted."""
+        """The schedule, with the members of buckets filled in and what was made for each node counted."""
         known = {
             item.id: item.transfer
             for items in self.passes.values()

@@ -134,7 +134,7 @@ class Timeline:
 
 
 def run(priced: PricedStep, network: Network, scale: Scale, *, events: bool = False) -> Timeline:
-    """One training step."""
+    """Simulate one training step."""
     lanes = _Lanes(network, scale, priced.computed, [] if events else None)
     forward = begun = 0.0
     for there, back in priced.schedule.rounds():

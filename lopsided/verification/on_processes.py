@@ -252,7 +252,7 @@ def prove(pool: WorkerPool, jobs: Sequence[ProcessesJob], progress: Callable[[],
 
 
 def compared(job: ProcessesJob) -> tuple[float, str]:
-    """In a worker: the worst error as this process sees it, and where."""
+    """The worst error as this worker sees it, and where."""
     plan = _parsed(job)
     model, batch = _built(job.subject)
     world = meet(plan, device=torch.device("cpu"))
@@ -361,7 +361,7 @@ def compare_step(model: nn.Module, batch: object, plan: Plan, world: World, *, s
 
 
 def _error(found: Tensor, expected: Tensor, whole: Tensor, floor: float) -> float:
-    """Of a piece, relative to the largest element of the whole."""
+    """The error of a piece, relative to the largest element of the whole."""
     if found.shape != expected.shape:
         return math.inf
     if not found.numel():

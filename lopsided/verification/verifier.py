@@ -34,7 +34,8 @@ from lopsided.ops.derive import derive_rules
 from lopsided.ops.trial import relative_error
 from lopsided.verification.simulator import Simulation, simulate
 
-_LARGE = 2_000_000  # parameters, from which on memory is looked at before anything is run
+# With more parameters than this, memory is looked at before anything is run.
+_LARGE = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,12 @@ from lopsided.planner.search.copies import (
 from lopsided.planner.search.problem import Assignment, Factor, Problem, Table
 from lopsided.planner.search.reduction import Eliminations
 
-_MOST_SETS = 512  # of copies of one value; beyond, only sets of at most `_MOST_COPIES` are considered
+# Sets of copies of one value; beyond, only sets of at most `_MOST_COPIES` are considered.
+_MOST_SETS = 512
 _MOST_COPIES = 3
 _T = TypeVar("_T")
-_ANY_VALUE = frozenset({I, R, P})  # placements that need no dim to cut
+# Placements that need no dim to cut.
+_ANY_VALUE = frozenset({I, R, P})
 
 
 Stores = Callable[[Leaf], tuple[Placement, ...]]
@@ -520,7 +522,7 @@ class _Writer:
             self.trees[value.name] = self.pricing.trees(value).tree(placement, needs)
 
     def _chain(self, name: str, need: Placement) -> Chain:
-        """From a copy that is there to the one that is needed; what is made on the way stays."""
+        """The chain from a copy that is there to the one that is needed; what is made on the way stays."""
         chain = [need]
         while chain[0] not in self.facts[name]:
             chain.insert(0, self.trees[name][chain[0]])

@@ -87,7 +87,7 @@ def steps_to_next_look(left_s: float, step_s: float) -> int:
 
 
 class Checkpoints:
-    """Of one training run. Every rank makes one, and calls its methods at the same places.
+    """Checkpoints of one training run. Every rank makes one, and calls its methods at the same places.
 
     `every` is a time ("10min") or a number of steps. `keep` checkpoints stay. With `then`, each is copied to that
     folder, too, behind training; `resume` looks there where `folder` has none. With `keep_copies`, every few steps one

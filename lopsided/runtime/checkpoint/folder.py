@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 def refuse(what: str, where: str | Path = "a value of the checkpoint") -> DamagedError:
-    """Of a checkpoint that is not as it was saved."""
+    """The error for a checkpoint that is not as it was saved."""
     return DamagedError(what, where=str(where), do=CHECKPOINT_FILE.do)
 
 
@@ -119,7 +119,7 @@ def remove(path: Path) -> None:
 
 
 def keep_only(folder: Path, count: int, step: int) -> None:
-    """Of the checkpoints up to this step, so many stay."""
+    """Keep so many of the checkpoints up to this step."""
     older = [each for each in steps_in(folder) if each < step]
     for each in older[: len(older) + 1 - count]:
         remove(written(folder, each))

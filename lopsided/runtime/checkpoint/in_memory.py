@@ -63,7 +63,8 @@ PART_OF_TIME = 0.02
 """How much of the time training may wait for these checkpoints."""
 
 _MOST_STEPS = 100_000
-_SENT_BYTES = 2**26  # at a time, which is how much a rank holds of a copy that comes
+# A copy is sent in parts of 64 MiB, which is how much a rank holds of one that comes.
+_SENT_BYTES = 2**26
 _SHARED = random_key(0, "shared")
 _now_s = time.monotonic
 
@@ -80,7 +81,7 @@ def steps_between(waits_s: float, behind_s: float, step_s: float) -> int:
 
 
 def receivers(nodes: Sequence[int], copies: int) -> tuple[tuple[int, ...], ...]:
-    """Of each rank the ranks that keep copies of its pieces: one on each of the next nodes.
+    """The ranks that keep copies of each rank's pieces: one on each of the next nodes.
 
     >>> receivers([0, 0, 1], 1), receivers([0, 0], 1)
     (((2,), (2,), (0,)), ((), ()))
@@ -95,7 +96,7 @@ def receivers(nodes: Sequence[int], copies: int) -> tuple[tuple[int, ...], ...]:
 
 
 class InMemory:
-    """Of one training run. Every rank makes one, and calls its methods at the same places."""
+    """Checkpoints in memory of one training run. Every rank makes one, and calls its methods at the same places."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class InMemory:
     def _written(
         self, alone: Mapping[str, Held], alike: Mapping[str, Held], training: Training, accord: ControlPlane
     ) -> None:
-        """In a thread beside training, on all ranks."""
+        """Write a checkpoint, in a thread beside training on all ranks."""
         try:
             self._write(alone, alike, training, accord)
         except BaseException:

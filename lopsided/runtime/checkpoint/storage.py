@@ -178,7 +178,7 @@ class SafeWriter(StorageWriter):
         return done([WriteResult(items[entry.key].index, entry.bytes, (place, entry.key, digest)) for entry in entries])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """By the coordinator, when everybody has written: the table, and all of it safe on disk."""
+        """Write the table, and see all of it safe on disk; the coordinator does when everybody has written."""
         places = {result.index: result.storage_data[:2] for written in results for result in written}
         digests = {result.storage_data[0]: result.storage_data[2] for written in results for result in written}
         table = {}

@@ -318,13 +318,14 @@ class _Everywhere(torch.autograd.Function):
 
 
 def _added_up(numbers: Tensor, of: Of, what: str) -> Tensor:
-    """In double precision, whatever they are."""
+    """The sum over all processes, in double precision whatever they are."""
     found: Tensor = _Everywhere.apply(numbers.double().reshape(-1), of, what)  # type: ignore[no-untyped-call]
     return found.view(numbers.shape)
 
 
 def _largest(numbers: Tensor, of: Of, what: str) -> Tensor:
-    """In double precision. A maximum over processes may lose what is not a number: that travels beside it."""
+    """The largest over all processes, in double precision. A maximum over processes may lose what is not a number: that
+    travels beside it."""
     of.together(what)
     mine = numbers.detach().double().reshape(-1)
     sent = torch.cat([mine.masked_fill(mine.isnan(), -math.inf), mine.isnan().double()])

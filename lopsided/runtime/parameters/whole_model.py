@@ -16,7 +16,8 @@ from torch import nn
 
 from lopsided.runtime.checkpoint.state import full_state_dict
 
-_PARALLEL = "_lopsided_parallel"  # the attribute of a model that knows which parallel module it is of
+# The attribute of a model that knows which parallel module it is of.
+_PARALLEL = "_lopsided_parallel"
 
 
 def whole(pm: Any, *, device: torch.device | str = "cpu") -> Any:
