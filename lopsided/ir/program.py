@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lopsided.errors import ProgramError
 from lopsided.ir.graph import Graph, Leaf, Node, Value
@@ -59,6 +59,12 @@ class Program:
     steps: tuple[Step, ...]
     loss: Chain
     updates: tuple[Chain, ...] = ()
+
+    def of(self, graph: Graph) -> Program:
+        """The same choices for another graph with the same names."""
+        nodes = {node.name: node for node in graph.nodes}
+        steps = tuple(replace(step, node=nodes[step.node.name]) for step in self.steps)
+        return replace(self, graph=graph, steps=steps)
 
     def conversions(self) -> Iterator[tuple[Value, Placement, Placement]]:
         """Every conversion the program makes, once each, in order."""
