@@ -49,11 +49,10 @@ from lopsided.runtime.calls.batches import shard
 from lopsided.runtime.calls.call_form import HandedOut
 from lopsided.runtime.calls.outputs import gather
 from lopsided.runtime.checkpoint import checkpoint
-from lopsided.runtime.checkpoint.state import load_full_state_dict
+from lopsided.runtime.checkpoint.state import load_full_state_dict, whole
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.parallelizing import parallelize
 from lopsided.runtime.parameters.adoption import check_bare
-from lopsided.runtime.parameters.whole_model import whole
 
 _ITEMS = "num_items_in_batch"
 # The folder with the optimizer's state in a checkpoint of the Trainer's.
