@@ -177,7 +177,8 @@ def take_measurement(
         raise InputError(f"{budget_s} s are no time to measure in", do="give budget_s in seconds, for example 20")
     started = time.perf_counter()
     graphs = (graph,) if isinstance(graph, Graph) else tuple(graph)
-    with council_of(group) as council, undisturbed(device):
+    council = council_of(group)
+    with undisturbed(device):
         devices = _measure_devices(graphs, device, council, optimizers, dtypes, budget_s, progress)
         seats, parts = devices.seats, devices.parts
         ranks = len(seats)

@@ -192,7 +192,6 @@ def cache_folder() -> Path | None:
 def measure_once(
     graph: Graph,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
     *,
     optimizers: Sequence[str] = (),
     budget_s: float = 20.0,
@@ -206,21 +205,21 @@ def measure_once(
     """
     folder = cache_folder() if cache else None
     seconds = f"measuring the devices for about {budget_s:g} s"
-    with council_of(group) as council:
-        facts = council.hear((_facts(device), folder is not None))
-        if not all(is_on for _, is_on in cast(list[tuple[object, bool]], facts)):
-            told(seconds)
-            return measure(graph, device, group, optimizers=optimizers, budget_s=budget_s, progress=progress)
-        name = digest([_MEASURED_AS, list(facts), torch.__version__, graph.fingerprint, list(optimizers), budget_s])
-        # Rank 0's file: the others' homes may be other ones.
-        text, *_ = council.hear(read(folder, name) if folder is not None else "")
-        found = _parsed(cast(str, text))
-        known = found is not None and found.devices == len(facts)
-        if found is not None and known and _holds(found, device, group, council):
-            told(f"the devices are as they were measured before ({CACHE_VARIABLE}=0 measures anew)")
-            return found
+    council = council_of(None)
+    facts = council.hear((_facts(device), folder is not None))
+    if not all(is_on for _, is_on in cast(list[tuple[object, bool]], facts)):
+        told(seconds)
+        return measure(graph, device, optimizers=optimizers, budget_s=budget_s, progress=progress)
+    name = digest([_MEASURED_AS, list(facts), torch.__version__, graph.fingerprint, list(optimizers), budget_s])
+    # Rank 0's file: the others' homes may be other ones.
+    text, *_ = council.hear(read(folder, name) if folder is not None else "")
+    found = _parsed(cast(str, text))
+    known = found is not None and found.devices == len(facts)
+    if found is not None and known and _holds(found, device, council):
+        told(f"the devices are as they were measured before ({CACHE_VARIABLE}=0 measures anew)")
+        return found
     told(f"{seconds}: they are not as fast as they were before" if known else seconds)
-    cluster = measure(graph, device, group, optimizers=optimizers, budget_s=budget_s, progress=progress)
+    cluster = measure(graph, device, optimizers=optimizers, budget_s=budget_s, progress=progress)
     if folder is not None and council.rank == 0:
         keep(folder, name, cluster.text())
     return cluster
@@ -283,7 +282,7 @@ def _parsed(text: str) -> Cluster | None:
 # Is it still so?
 
 
-def _holds(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None, council: ControlGroup) -> bool:
+def _holds(cluster: Cluster, device: torch.device, council: ControlGroup) -> bool:
     """Whether a short look at every device and at the links agrees with the file; the same answer on all ranks."""
     kind = cluster.device_kinds[council.rank]
     dtype = kind.flops_per_s[0][0]
@@ -297,7 +296,7 @@ def _holds(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | No
         return False
     if council.group is None:
         return True
-    talkers = talkers_of(cluster, device, group, council)
+    talkers = talkers_of(cluster, device, council)
     flat = torch.zeros(_LOOK_BYTES // 4, device=device)
 
     def talk() -> torch.Tensor:

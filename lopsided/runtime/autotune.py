@@ -70,8 +70,8 @@ def quickest(
     """
     if not plans:
         raise PlanError("there are no plans to try", do="give at least one")
-    with council_of(None) as council, undisturbed(device):
-        stage = _Stage(device, council, timeout_s, progress)
+    with undisturbed(device):
+        stage = _Stage(device, council_of(None), timeout_s, progress)
         trials = stage.tried(plans) if len(plans) > 1 else []
         chosen = chosen_by(trials) if trials else plans[0]
         again = stage.balanced(chosen)
