@@ -318,7 +318,9 @@ def check(graph: Graph) -> None:
 
     for leaf in graph.leaves:
         if leaf.kind not in LEAF_KINDS:
-            raise GraphError(f"%{leaf.value.name} is a leaf of unknown kind {leaf.kind!r}", do="see docs/glossary.md")
+            raise GraphError(
+                f"%{leaf.value.name} is a leaf of unknown kind {leaf.kind!r}", do=f"use one of {', '.join(LEAF_KINDS)}"
+            )
         if leaf.kind == "constant" and len(leaf.data) != leaf.value.elements:
             raise GraphError(
                 f"constant %{leaf.value.name} has {len(leaf.data)} elements, its shape needs {leaf.value.elements}",
