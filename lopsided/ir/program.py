@@ -60,7 +60,7 @@ class Program:
     loss: Chain
     updates: tuple[Chain, ...] = ()
 
-    def of(self, graph: Graph) -> Program:
+    def for_graph(self, graph: Graph) -> Program:
         """The same choices for another graph with the same names."""
         nodes = {node.name: node for node in graph.nodes}
         steps = tuple(replace(step, node=nodes[step.node.name]) for step in self.steps)

@@ -119,7 +119,7 @@ def _taken_over(graph: Graph, program: Program, book: RuleBook) -> Program | Non
         return None
     if [leaf.value.name for leaf in graph.leaves] != [leaf.value.name for leaf in program.graph.leaves]:
         return None
-    found = program.of(graph)
+    found = program.for_graph(graph)
     try:
         check_program(found, book)
     except LopsidedError:

@@ -465,4 +465,4 @@ def seeded(model: nn.Module, batch: object, graph: Graph, plan: Plan, world: Wor
 def in_wide(plan: Plan) -> Plan:
     """The plan for the same model in float64."""
     graph = in_float64(plan.graph)
-    return replace(plan, program=plan.program.of(graph))
+    return replace(plan, program=plan.program.for_graph(graph))

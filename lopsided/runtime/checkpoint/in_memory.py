@@ -52,7 +52,7 @@ from lopsided.runtime.checkpoint.folder import (
 )
 from lopsided.runtime.checkpoint.memory_folder import Fragment, MemoryPart, open_home, parts_in, room_in, write_part
 from lopsided.runtime.checkpoint.state import spread
-from lopsided.runtime.checkpoint.storage import Held, SafeReader, done, fill
+from lopsided.runtime.checkpoint.storage import Held, SafeReader, fill, resolved
 from lopsided.runtime.checkpoint.tensor_file import TensorFile, box_of
 from lopsided.runtime.control_plane import ControlPlane, accord_of
 
@@ -359,4 +359,4 @@ class MemoryReader(SafeReader):
                 accord.send(value, min(self._holders[file]))
             for item in items.get(place, ()):
                 fill(planner, item, box_of(value, item.storage_offsets, item.lengths))
-        return done(None)
+        return resolved(None)

@@ -175,7 +175,9 @@ class SafeWriter(StorageWriter):
                 value_of: Any = lambda key: planner.resolve_data(items[key])  # noqa: E731
                 digest = write_tensors(self.folder / plan.storage_data, entries, value_of)
         place = plan.storage_data
-        return done([WriteResult(items[entry.key].index, entry.bytes, (place, entry.key, digest)) for entry in entries])
+        return resolved(
+            [WriteResult(items[entry.key].index, entry.bytes, (place, entry.key, digest)) for entry in entries]
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the table, and see all of it safe on disk; the coordinator does when everybody has written."""
@@ -265,7 +267,7 @@ class SafeReader(StorageReader):
                     files[stored.file] = stack.enter_context(TensorFile(self.folder / stored.file))
                 value = files[stored.file].read(stored.key, item.storage_offsets, item.lengths)
                 fill(planner, item, value)
-        return done(None)
+        return resolved(None)
 
     def stored(self, item: ReadItem) -> Stored:
         """The chunk that is asked for."""
@@ -290,7 +292,7 @@ def fill(planner: torch_planner.LoadPlanner, item: ReadItem, value: Tensor) -> N
     planner.commit_tensor(item, into)
 
 
-def done(result: T) -> Future[T]:
+def resolved(result: T) -> Future[T]:
     """What torch waits for, when there is nothing left to wait for."""
     made: Future[T] = Future()
     made.set_result(result)
