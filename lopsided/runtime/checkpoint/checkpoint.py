@@ -78,6 +78,16 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """A run in training: everything that has a state."""
+
+    pm: Parallel
+    optimizer: Optimizer | None
+    loader: Stateful | None = None
+    scheduler: Stateful | None = None
+
+
 # Saving
 
 
@@ -143,7 +153,7 @@ def save(
     step = pm.steps_done
     _check_alike(accord.all(lambda: (step, str(folder), keep)))
     accord.each(pm.before_saving)
-    state = captured(pm, optimizer, loader, scheduler, accord)
+    state = captured(LiveRun(pm, optimizer, loader, scheduler), accord)
     held, training = spread(state.kept, pm.world.place, len(pm.world.ranks)) | dict(state.random), state.training
     if not wait:
         held = {key: each.copied() for key, each in held.items()}
@@ -196,14 +206,13 @@ class RunState:
     training: Training
 
 
-def captured(
-    pm: Parallel, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None, accord: ControlPlane
-) -> RunState:
-    """Nothing is copied. Every rank must call this."""
+def captured(run: LiveRun, accord: ControlPlane) -> RunState:
+    """What is to be saved; nothing is copied. Every rank must call this."""
+    pm = run.pm
     named = accord.each(lambda: tensors_of(pm))
     kept, told = model_kept(named), None
-    if optimizer is not None:
-        state, told = optimizer_kept(pm, optimizer, accord)
+    if run.optimizer is not None:
+        state, told = optimizer_kept(pm, run.optimizer, accord)
         kept |= state
     random = {
         random_key(pm.world.place, stream): Held.whole(state_of.shape, state_of.dtype, state_of)
@@ -211,11 +220,11 @@ def captured(
     }
 
     def rest() -> Training:
-        position = None if loader is None else as_plain(loader.state_dict(), "the loader's state")
+        position = None if run.loader is None else as_plain(run.loader.state_dict(), "the loader's state")
         schedule = None
-        if scheduler is not None:
-            state = as_plain(scheduler.state_dict(), "the scheduler's state")
-            schedule = SchedulerRecord(type(scheduler).__name__, state)
+        if run.scheduler is not None:
+            state = as_plain(run.scheduler.state_dict(), "the scheduler's state")
+            schedule = SchedulerRecord(type(run.scheduler).__name__, state)
         return Training(
             step=pm.steps_done,
             graph=pm.plan.graph.fingerprint,
@@ -347,18 +356,12 @@ def load(
     if verify:
         with working(f"checking {path.name}"):
             accord.each(lambda: check_digests(path, reader.tables.files, accord.rank, pm.world.size))
-    return go_on(pm, optimizer, reader, training, loader, scheduler)
+    return go_on(LiveRun(pm, optimizer, loader, scheduler), reader, training)
 
 
-def go_on(
-    pm: Parallel,
-    optimizer: Optimizer | None,
-    reader: SafeReader,
-    training: Training,
-    loader: Stateful | None,
-    scheduler: Stateful | None,
-) -> int:
+def go_on(run: LiveRun, reader: SafeReader, training: Training) -> int:
     """Take over the tensors that the reader has, and the rest; the steps that were done. Every rank must call this."""
+    pm, optimizer, loader, scheduler = run.pm, run.optimizer, run.loader, run.scheduler
     accord, path = accord_of(pm), reader.folder
     random: dict[str, Tensor] = {}
 

@@ -25,18 +25,16 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import planner as torch_planner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.futures import Future
-from torch.optim import Optimizer
 
 from lopsided.comm.world import waiting, working
 from lopsided.errors import CheckpointError, DamagedError, InputError
-from lopsided.runtime.checkpoint.checkpoint import Saving, Stateful, captured, finish_last, random_key
+from lopsided.runtime.checkpoint.checkpoint import LiveRun, Saving, captured, finish_last, random_key
 from lopsided.runtime.checkpoint.folder import (
     Record,
     Stored,
@@ -55,9 +53,6 @@ from lopsided.runtime.checkpoint.state import spread
 from lopsided.runtime.checkpoint.storage import Held, SafeReader, fill, resolved
 from lopsided.runtime.checkpoint.tensor_file import TensorFile, box_of
 from lopsided.runtime.control_plane import ControlPlane, accord_of
-
-if TYPE_CHECKING:
-    from lopsided.runtime.parallel import Parallel
 
 PART_OF_TIME = 0.02
 """How much of the time training may wait for these checkpoints."""
@@ -98,24 +93,15 @@ def receivers(nodes: Sequence[int], copies: int) -> tuple[tuple[int, ...], ...]:
 class InMemory:
     """Checkpoints in memory of one training run. Every rank makes one, and calls its methods at the same places."""
 
-    def __init__(
-        self,
-        pm: Parallel,
-        optimizer: Optimizer | None,
-        folder: Path,
-        *,
-        loader: Stateful | None,
-        scheduler: Stateful | None,
-        keep_copies: int,
-    ) -> None:
+    def __init__(self, run: LiveRun, folder: Path, *, keep_copies: int) -> None:
         if isinstance(keep_copies, bool) or not isinstance(keep_copies, int) or keep_copies < 0:
             raise InputError(
                 f"keep_copies is {keep_copies!r}",
                 where="Checkpoints",
                 do="give 0, 1 or more, or None for none in memory",
             )
-        self._pm, self._optimizer, self._loader, self._scheduler = pm, optimizer, loader, scheduler
-        accord = accord_of(pm)
+        self._run = run
+        accord = accord_of(run.pm)
         self._home = accord.each(lambda: open_home(folder))
         hosts = accord.all(lambda: f"{socket.gethostname()} {self._home}")
         names = [*dict.fromkeys(hosts)]
@@ -140,7 +126,7 @@ class InMemory:
         self._since += 1
         if self._off or self._since < self._after:
             return
-        accord, now_s = accord_of(self._pm), _now_s()
+        accord, now_s = accord_of(self._run.pm), _now_s()
         idle = accord.saving is None or accord.saving.done
         after = steps_between(self._waits_s, self._behind_s, (now_s - self._looked_s) / self._since)
         # The clocks differ, and the threads that write: the first rank's count.
@@ -151,7 +137,7 @@ class InMemory:
 
     def save(self) -> None:
         """Save now, beside training. Every rank must call this."""
-        pm, accord, began_s = self._pm, accord_of(self._pm), _now_s()
+        pm, accord, began_s = self._run.pm, accord_of(self._run.pm), _now_s()
         last = accord.saving
         try:
             finish_last(accord)
@@ -161,7 +147,7 @@ class InMemory:
                 self._off = True
                 return
         accord.each(pm.before_saving)
-        state = captured(pm, self._optimizer, self._loader, self._scheduler, accord)
+        state = captured(self._run, accord)
         alone, alike = dict[str, Held](), dict[str, Held]()
         if pm.world.place >= 0:
             cut = {key: each for key, each in state.kept.items() if each.piece is not None}
@@ -195,7 +181,7 @@ class InMemory:
             copies = sum(told[rank][0] for rank, to in enumerate(self._to) for other in to if other in ranks)
             room = min(told[rank][2] for rank in ranks)
             if 2 * (own + copies) + own > room:
-                accord_of(self._pm).warn(
+                accord_of(self._run.pm).warn(
                     "no checkpoints are kept in memory: on the node of rank %d they need %.3g MB, twice while one is "
                     "written, and %.3g MB more then; there are %.3g MB (in a container, see its --shm-size)",
                     ranks[0],
@@ -264,14 +250,14 @@ class InMemory:
 
     def close(self) -> None:
         """At the end of training, when nothing is under way: nobody needs them any more."""
-        accord = accord_of(self._pm)
+        accord = accord_of(self._run.pm)
         accord.each(lambda: shutil.rmtree(self._home, ignore_errors=True) if self._leads else None)
 
     # Going on
 
     def latest(self) -> tuple[SafeReader, Training] | None:
         """The latest checkpoint of which the nodes there are hold everything. Every rank must call this."""
-        accord, mine = accord_of(self._pm), self._neighbours
+        accord, mine = accord_of(self._run.pm), self._neighbours
 
         def found() -> list[tuple[str, MemoryPart]]:
             with working("checking what is in memory"):
