@@ -60,7 +60,7 @@ class ComparisonLine:
     what: str
     predicted: float
     measured: float
-    times: int = 1  # that it happens in a step
+    times: int = 1  # how often it happens in a step
 
     @property
     def error(self) -> float:

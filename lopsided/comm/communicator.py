@@ -65,12 +65,12 @@ class CollectiveCall(NamedTuple):
     what: What
     given: Tensor
     result: Tensor  # is what was given, where it is changed in place
-    algorithm: str = ""  # "": the cheapest
+    algorithm: str = ""  # "": the cheapest is chosen
     counts: Sequence[int] = ()  # of every rank's piece; of an all_to_all, of what goes to each
     taken: Sequence[int] = ()  # by an all_to_all, from each
     whole_bytes: int = 0
     largest: float = 1.0
-    source: int = 0  # of a broadcast
+    source: int = 0  # the rank that a broadcast comes from
 
 
 # What both backends take as it is. Other dtypes are moved as bytes.
@@ -150,7 +150,7 @@ class Communicator:
         self.rank, self.size = group.rank(), group.size()
         self.device, self.network, self.watch = device, network, watch
         self.waited_s = 0.0
-        self.recorder: Recorder | None = None  # of this step
+        self.recorder: Recorder | None = None  # notes of this step, if it is recorded
         timeout, backend = timedelta(seconds=timeout_s), _backend(group, device)
         self._staging: HostStaging | None = None
         self._backend: Backend

@@ -49,7 +49,7 @@ class Sent:
     start_s: float
     end_s: float = 0.0
     waited_s: float = 0.0
-    item: str = ""  # id in the schedule
+    item: str = ""  # its item's id in the schedule
 
     def begins(self) -> None:
         """What is sent is computed only now."""

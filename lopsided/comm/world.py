@@ -346,7 +346,7 @@ def lasting_group(use: str, ranks: Sequence[int], backend: str, timeout_s: float
     return _lasting[1][key]
 
 
-_lasting: tuple[object, dict[object, dist.ProcessGroup]] | None = None  # of which default group
+_lasting: tuple[object, dict[object, dist.ProcessGroup]] | None = None  # the default group, and groups beside it
 
 
 def default_store() -> Store:

@@ -80,7 +80,7 @@ class Part:
     """What a worker has to do with the plan."""
 
     takes_part: bool
-    share: float  # of the work
+    share: float  # its part of the work
 
 
 @dataclass(frozen=True, slots=True)

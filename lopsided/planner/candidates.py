@@ -94,7 +94,7 @@ class Limits:
     allowed: Callable[[Node, Rule], bool]
     stored: Mapping[str, Placement] = field(default_factory=dict)  # pinned parameters
     made: Mapping[str, Placement] = field(default_factory=dict)  # pinned values
-    deadline: float = math.inf  # of time.perf_counter()
+    deadline: float = math.inf  # a time of time.perf_counter()
 
     def respected_by(self, program: Program) -> bool:
         """Whether a program that was not searched within these limits keeps to them.

@@ -40,7 +40,7 @@ class RankHost:
     memory_bytes: int  # of the GPU or the host, what no other program holds
     speeds: Speeds
     host_bytes_per_s: float = 0.0  # between the GPU and its host's memory
-    host_memory_bytes: int = 0  # what is left of it
+    host_memory_bytes: int = 0  # what is left of the host's memory
 
 
 def seat_of(device: torch.device, speeds: Speeds, host_bytes_per_s: float = 0.0) -> RankHost:

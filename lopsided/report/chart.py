@@ -52,7 +52,7 @@ class ChartBlock:
     collective: str = ""
     way: str = ""
     whole_bytes: int = 0
-    awaits: str = ""  # of waiting: for whom
+    awaits: str = ""  # whom a device waits for
 
     @property
     def seconds(self) -> float:

@@ -93,7 +93,7 @@ def _failed(rank: int, error: Exception) -> CheckpointError:
     )
 
 
-_accord: tuple[object, float, ControlPlane] | None = None  # of which default group, with which patience
+_accord: tuple[object, float, ControlPlane] | None = None  # default group, patience
 
 
 def accord_of(pm: Parallel) -> ControlPlane:

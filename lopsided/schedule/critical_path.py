@@ -173,7 +173,7 @@ class FoldedStep:
         self._running: list[Computed] = []
         self._awaited = 0
         self._gathers: dict[str, int] = {}  # numbers of the buckets of parameters that were sent last, by id
-        self._gathered = 0  # so many of them were sent
+        self._gathered = 0  # how many buckets of parameters were sent
         for forward, backward in priced.schedule.rounds():
             self._add_pass(forward)
             self._add_pass(backward)
@@ -276,7 +276,7 @@ class Path:
     """
 
     before: Path | None
-    message: int = -1  # none
+    message: int = -1  # the number of a message; -1: it is none
     start: int = 0
     stop: int = 0
 
@@ -291,7 +291,7 @@ class CriticalPath:
         ]
         self.times = [0.0] * load.kinds
         self.since: list[tuple[Path | None, int]] = [(None, 0)] * load.kinds  # each clock's last wait
-        self.lane = 0.0  # when it is free
+        self.lane = 0.0  # when the network is free
         self.sent: Path | None = None  # the path to the end of its last message
         self.marks: dict[int, tuple[float, Path | None]] = {}
         for place, (manner, number) in enumerate(load.events):

@@ -47,7 +47,7 @@ from lopsided.ops.op import Call, Local, Talk
 class Work:
     """One call, whole, on one device."""
 
-    dtype: str  # it computes in
+    dtype: str  # the dtype it computes in
     forward_flops: int
     gradient_flops: tuple[int, ...]  # of computing each operand's gradient
     forward_bytes: tuple[int, ...]  # moved, of each operand and then of each result

@@ -95,7 +95,7 @@ class _Lowered:
     """One step of the program."""
 
     step: Step
-    made: list[Redistribute]  # copies, forward
+    made: list[Redistribute]  # copies that are made for it going forward
     forward: list[Compute | Exchange | Redistribute]
     back: list[Redistribute] = field(default_factory=list)  # their transposes, in the order to run them
 
@@ -400,7 +400,7 @@ class Buckets:
         """What is gathered together: for each group of consumers a bucket of every collective and dtype."""
         groups: list[list[Redistribute]] = []
         wanted: list[Redistribute] = []
-        group_bytes = 0  # of the last group
+        group_bytes = 0  # in the last group so far
         for item in items:
             if (
                 isinstance(item, Redistribute)

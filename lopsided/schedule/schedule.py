@@ -105,7 +105,7 @@ class Bucket:
 
     id: str
     members: tuple[str, ...]  # ids, in the order in which they are taken or given
-    transfers: tuple[Transfer, ...]  # theirs
+    transfers: tuple[Transfer, ...]  # what each of them sends
     hides: bool = True
 
     @property

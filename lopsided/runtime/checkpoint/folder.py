@@ -268,7 +268,7 @@ class Training:
     step: Whole
     graph: str  # its fingerprint
     run: str  # a digest of what decides which process draws which random numbers
-    names: tuple[str, ...]  # of the model's state dict
+    names: tuple[str, ...]  # those in the model's state dict
     tied: Mapping[str, str]  # names of tensors that are stored under another one
     optimizer: OptimizerRecord | None = None
     scheduler: SchedulerRecord | None = None

@@ -105,7 +105,7 @@ class InMemory:
         self._home = accord.each(lambda: open_home(folder))
         hosts = accord.all(lambda: f"{socket.gethostname()} {self._home}")
         names = [*dict.fromkeys(hosts)]
-        self._nodes = [names.index(host) for host in hosts]  # by rank
+        self._nodes = [names.index(host) for host in hosts]  # the number of each rank's node
         self._neighbours = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[accord.rank]]
         self._leads = self._neighbours[0] == accord.rank
         self._to = receivers(self._nodes, keep_copies)

@@ -50,7 +50,7 @@ class NotElementwiseWarning(UserWarning):
 
 _models: weakref.WeakSet[Parallel] = weakref.WeakSet()
 _holds: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Parallel]] = weakref.WeakKeyDictionary()
-_elementwise: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of those that hold pieces
+_elementwise: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that hold pieces and are
 _watching = False
 
 
