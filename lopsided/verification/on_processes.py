@@ -255,7 +255,7 @@ def compared(job: ProcessesJob) -> tuple[float, str]:
         step = compare_step(model, batch, plan, world, seed=job.subject.seed)
         return step.error, step.where
     training = compare_training(model, batch, plan, world, steps=STEPS, seed=job.subject.seed)
-    errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(training.curve, training.expected, strict=True)]
+    errors = training.curve_errors
     worst = max(range(len(errors)), key=errors.__getitem__, default=-1)
     ended = f" ({len(errors)} compared: then that of one device is no number)" if len(errors) < STEPS else ""
     return (errors[worst] if errors else math.inf), f"loss of step {worst + 1}{ended}"
@@ -323,9 +323,8 @@ class Sameness:
     expected: tuple[float, ...] = ()
 
     @property
-    def curve_error(self) -> float:
-        pairs = zip(self.curve, self.expected, strict=True)
-        return max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0)
+    def curve_errors(self) -> list[float]:
+        return [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(self.curve, self.expected, strict=True)]
 
 
 def compare_step(model: nn.Module, batch: object, plan: Plan, world: World, *, seed: int = 0) -> Sameness:
