@@ -40,7 +40,8 @@ from lopsided.schedule.schedule import Schedule
 from lopsided.schedule.timeline import run
 
 ADAMW = optimizer_named("adamw")
-_OF_A_ROUND = ("saved", "recomputed", "working")  # uses of memory of which a round has less than the batch
+# The uses of memory of which a round has less than the batch.
+_OF_A_ROUND = ("saved", "recomputed", "working")
 
 Best = tuple[float, str]
 NONE: Best = (float("inf"), "none")

@@ -47,7 +47,8 @@ from lopsided.schedule.rounds import NoRoundsError, in_rounds
 
 GOAL = 0.10
 OPTIMIZER = "adamw"
-BUCKET_BYTES = 2**18  # to models of some 15 MiB what 25 MiB are to those of a GiB and more
+# These are to models of some 15 MiB what 25 MiB are to those of a GiB and more.
+BUCKET_BYTES = 2**18
 WORK, TIMEOUT_S = (0.625, 0.375), 240.0
 MODELS = {
     "gpt2": "gpt2:layers=3,width=256,heads=4,seq=128,vocab=4096,dropout=0,batch=16",

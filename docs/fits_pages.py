@@ -10,8 +10,10 @@ from typing import Any
 Row = Mapping[str, Any]
 
 _GOALS = {"pairs": 88, "cells": 24}
-_CLOSE = 0.95  # a plan is to be at least so many times as fast as the best by hand
-_EXPORTS = 6  # planning is to take at most so many times an export
+# A plan is to be at least 0.95 times as fast as the best by hand.
+_CLOSE = 0.95
+# Planning is to take at most 6 times an export.
+_EXPORTS = 6
 _COLUMNS = (
     *("model", "cluster", "step", "devices", "rounds", "again", "loss rows", "state in host memory"),
     *("best by hand", "by hand", "gain", "planning"),

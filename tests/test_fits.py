@@ -23,7 +23,8 @@ sys.path.append(str(BENCHMARKS))
 
 from by_hand import ByHand  # noqa: E402
 
-CLOSE = 1.05  # times the best by hand: as good as that a plan has to be
+# A plan has to be as good as 1.05 times the best by hand.
+CLOSE = 1.05
 SPECS = (
     "llama:layers=2,width=24,heads=3,kv_heads=3,ffn=40,seq=16,vocab=61,batch=16",
     "gpt2:layers=2,width=24,heads=3,seq=16,vocab=61,batch=12,dropout=0",

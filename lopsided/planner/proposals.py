@@ -29,7 +29,7 @@ from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph, Node
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Shares
-from lopsided.ir.program import Program, RuleBook, Step, one_device
+from lopsided.ir.program import Program, RuleBook, Step, one_device, whole_rule
 from lopsided.planner.ablation import CHUNKS, OVERLAP, SEGMENTS, STATE_SHARES
 from lopsided.planner.balance import NoSharesFitError, balance
 from lopsided.planner.baselines import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
@@ -74,7 +74,8 @@ _NEARLY = 1.02  # times the best step on the same devices: what is further off w
 _MORE_FREED = 6  # times more is freed where too little was
 _MARGIN = 1.1  # times what is missing is freed more
 _BITS = 4  # of a number of devices: how exact it has to be to tell which step works with most memory
-_OF_A_ROUND = ("saved", "recomputed", "working")  # uses of memory of which a round has less than the batch
+# The uses of memory of which a round has less than the batch.
+_OF_A_ROUND = ("saved", "recomputed", "working")
 _NO_WORK_S = 1e-12  # of an op that computes nothing
 
 
@@ -790,7 +791,7 @@ class CandidatePool:
             costs = Costs(self.graph, alone, self.optimizer, self._calls)
             seconds = []
             for node in self.graph.nodes:
-                whole = costs.op(node, Rule((I,) * len(node.operands), (I,) * len(node.results)))
+                whole = costs.op(node, whole_rule(node))
                 there, back = costs.work(node).kernels
                 seconds.append(whole.seconds((1.0,))[0] - (there * whole.forwards + back) * kind.launch_s)
             self._working[key] = np.maximum(np.array(seconds), _NO_WORK_S)

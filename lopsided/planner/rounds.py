@@ -24,8 +24,10 @@ from lopsided.planner.candidates import BETTER, Candidate
 from lopsided.planner.plan_data import Baseline, Plan
 from lopsided.schedule.rounds import NoRoundsError, batch_size, in_rounds
 
-_GAIN = 0.98  # times the best step: what cannot be shorter than that is not tried
-_AS_GOOD = 0.995  # times the best step that fits: where what does not fit takes no less, memory decides nothing
+# What cannot be shorter than 0.98 of the best step is not tried.
+_GAIN = 0.98
+# Where nothing that does not fit takes less than 0.995 of the best step that fits, memory decides nothing.
+_AS_GOOD = 0.995
 
 
 class Asked(Protocol):

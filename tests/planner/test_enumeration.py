@@ -34,9 +34,12 @@ from lopsided.schedule.decisions import BUCKET_BYTES, LEVELS, OnHost, Rerun
 from lopsided.schedule.rounds import in_rounds
 from tests.support import clusters
 
-CLOSE = 1.02  # times the best of all: as good as that a plan has to be
-FAR = 1.5  # times the plan's step with shares by speed: no shares make a program as quick as the plan
-SOME = 8  # programs of each number of rounds
+# A plan has to be as good as 1.02 times the best of all.
+CLOSE = 1.02
+# With shares by speed, a program that takes 1.5 times the step of the plan is not made as quick by other shares.
+FAR = 1.5
+# So many programs of each number of rounds are made to fit.
+SOME = 8
 ADAMW = optimizer_named("adamw")
 
 
