@@ -193,7 +193,8 @@ def _in_order(found: dict[tuple[str, str, str, int], dict[str, Any]]) -> dict[st
     order = [("pair", model, cluster, 0) for model in MODELS for cluster in CLUSTERS]
     order += [("cell", *cell) for cell in CELLS]
     rows = [found[key] for key in order if key in found]
-    return {f"{what}s": [one for one in rows if one["what"] == what] for what in ("pair", "cell")}
+    asked = {"pairs": len(MODELS) * len(CLUSTERS), "cells": len(CELLS)}
+    return {"asked": asked} | {f"{what}s": [one for one in rows if one["what"] == what] for what in ("pair", "cell")}
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -58,8 +58,8 @@ def fits_page(data: Row) -> str:
 
 def _summary(data: Row) -> list[str]:
     lines = [
-        "| | have a plan | goal | by hand | median gain | more than 5 % slower than by hand |",
-        "|---|---|---|---|---|---|",
+        "| | planned so far | have a plan | goal | by hand | median gain | more than 5 % slower than by hand |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in ("pairs", "cells"):
         rows = data[name]
@@ -70,7 +70,8 @@ def _summary(data: Row) -> list[str]:
             gain = f"{statistics.median(gains):.2f}×" if gains else ""
             goal = f"{_GOALS[name]}"
             lines.append(
-                f"| {name} | {len(fit)} of {len(rows)} | {goal} | {len(by_hand)} of {len(rows)} | {gain} | {slower} |"
+                f"| {name} | {len(rows)} of {data['asked'][name]} | {len(fit)} | {goal} | {len(by_hand)} | {gain} "
+                f"| {slower} |"
             )
     rows = [*data["pairs"], *data["cells"]]
     ratios = [row["planning_cpu_s"] / row["export_cpu_s"] for row in rows]
