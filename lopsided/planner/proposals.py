@@ -556,7 +556,7 @@ class CandidatePool:
         cheap = tried.cheaper_than(state.byte_s) if state is not None else ()
         over = [max(used - limit, 0.0) for used, limit in zip(candidate.memory, limits, strict=True)]
         seen: set[_Kept] = {((), ())}
-        wanted, made, again = over, candidate, None
+        wanted, made, fitting_s = over, candidate, math.inf
         for _ in range(_MORE_FREED):
             kept = freeing(wanted)
             if kept in seen:
@@ -567,16 +567,21 @@ class CandidatePool:
             yield again
             if made.fits:
                 yield made
-            if made.fits or again is not None:
+                break
+            fitting_s = min(fitting_s, again.step_s if again is not None else math.inf)
+            if made.step_s >= fitting_s * BETTER:
+                # With more freed, these shares would take longer than others do that fit.
                 break
             left = [max(used - limit, 0.0) for used, limit in zip(made.memory, limits, strict=True)]
             wanted = [w + more * _MARGIN for w, more in zip(wanted, left, strict=True)]
-        if made.fits or again is not None:
+        if made.fits or fitting_s < math.inf:
             for part in _PARTS[1:] if len(on.kinds) > 1 else ():
                 fewer = freeing([size * part for size in wanted])
                 if fewer not in seen:
                     seen.add(fewer)
                     yield self.again(self._less_kept(candidate, fewer))
+            # What everyone does, with the shares as they are: more freed than these need on some kinds of devices.
+            yield self._less_kept(candidate, (next(tried.everything()), ()))
             return
         for reruns in tried.everything():
             made = self._less_kept(candidate, (reruns, state.everything() if state is not None else ()))

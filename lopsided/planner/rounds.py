@@ -170,8 +170,8 @@ class _Trial:
                 self.chosen = made
                 self._freed(made)
                 return True, made
-        made = self.made.get(count)
-        return made is not None and self._freed(made), made
+        known = self.made.get(count)
+        return known is not None and self._freed(known), known
 
     def _freed(self, made: Searched) -> bool:
         if made.least_s < self._step_s * _GAIN and not made.is_broken_off:
