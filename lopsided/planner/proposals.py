@@ -568,7 +568,8 @@ class CandidatePool:
             if made.fits:
                 yield made
                 break
-            fitting_s = min(fitting_s, again.step_s if again is not None else math.inf)
+            if again is not None and again.fits:
+                fitting_s = min(fitting_s, again.step_s)
             if made.step_s >= fitting_s * BETTER:
                 # With more freed, these shares would take longer than others do that fit.
                 break

@@ -144,8 +144,10 @@ class _Trial:
         first = len(self.counts) - 1 if not needed else first
         for k in range(first, len(self.counts)):
             was_better, made = self._try(self.counts[k])
-            if self.refused or (self.chosen is not None and not was_better) or (made and not made.is_freed):
+            if self.refused or (self.chosen is not None and not was_better) or (made and _has_room(made)):
                 break
+        if self.chosen is not None and not self.refused:
+            self._freed(self.chosen)
         for count in self.known - {*self.made}:
             self._try(count)
         for k in reversed(range(first)):
@@ -167,8 +169,8 @@ class _Trial:
                 self.refused = error
                 return False, None
             if made.fits and made.step_s < self._step_s * BETTER:
+                # Before anything is made to fit, more rounds are tried: something else may fit in them.
                 self.chosen = made
-                self._freed(made)
                 return True, made
         known = self.made.get(count)
         return known is not None and self._freed(known), known
@@ -180,6 +182,11 @@ class _Trial:
             self.chosen = made
             return True
         return False
+
+
+def _has_room(made: Searched) -> bool:
+    """Whether the best step does no more for want of memory, and nothing that does not fit would be quicker."""
+    return made.fits and not made.is_freed and made.least_s >= made.step_s * _GAIN
 
 
 def is_freed(candidate: Candidate) -> bool:
