@@ -109,6 +109,7 @@ def _facts(plan: Plan) -> Iterator[tuple[_Fact, str]]:
     yield _Fact("options", "rows of a loss at a time"), ", ".join(rows) or "all"
     where = [f"{one.percent} % on {plan.on.kinds[one.kind].name}" for one in plan.on_host]
     yield _Fact("options", "state in host memory"), ", ".join(where) or "none"
+    yield _Fact("options", "bits of optimizer state"), str(plan.state_bits or "as it is")
     yield _Fact("options", "rounds of the batch"), str(plan.microbatches)
     yield _Fact("options", "sent at a time"), bytes_text(plan.bucket_bytes)
     yield _Fact("devices", "devices used"), str(len(plan.devices))

@@ -374,11 +374,14 @@ def rerun_lines(plan: Plan) -> list[str]:
 
 
 def host_lines(plan: Plan) -> list[str]:
-    """How much optimizer state devices keep in the memory of their hosts, and what that takes."""
-    if not plan.on_host:
-        return []
-    kept = host_bytes_per_kind(plan.schedule, optimizer_named(plan.optimizer), Scale(plan.on, plan.shares))
+    """In how many bits optimizer state is kept, and how much of it devices keep in the memory of their hosts."""
     found = []
+    if plan.state_bits:
+        coded = sum(update.bits > 0 for update in plan.schedule.update)
+        found.append(f"optimizer state of {coded:,} parameters is kept in {plan.state_bits} bits, as it was allowed")
+    if not plan.on_host:
+        return found
+    kept = host_bytes_per_kind(plan.schedule, optimizer_named(plan.optimizer), Scale(plan.on, plan.shares))
     for one in plan.on_host:
         kind = plan.on.kinds[one.kind]
         size = f"{bytes_text(kept[one.kind])}{' each' if kind.devices > 1 else ''}"
@@ -510,6 +513,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "reruns": [str(rerun) for rerun in plan.reruns],
         "on_host": [str(one) for one in plan.on_host],
         "microbatches": plan.microbatches,
+        "state_bits": plan.state_bits,
         "step_s": plan.step_s,
         "breakdown": asdict(plan.breakdown),
         "baselines": by_name(replace(baselines, rows=baselines.rows[1:]), "step_s"),

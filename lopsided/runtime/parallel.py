@@ -67,7 +67,7 @@ from lopsided.runtime.out_of_memory import explain
 from lopsided.runtime.parameters import replicas
 from lopsided.runtime.parameters.adoption import Adopted, adopt, check_not_inside, hand_over, wrapped
 from lopsided.runtime.parameters.buffers import Buffers
-from lopsided.runtime.parameters.host_state import end_failed_steps, keep_on_host
+from lopsided.runtime.parameters.host_state import end_failed_steps, keep_coded, keep_on_host
 from lopsided.runtime.parameters.initial import initialise, take_first_values
 from lopsided.runtime.parameters.optimizers import watch_optimizers
 from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
@@ -251,11 +251,13 @@ class Parallel(nn.Module):
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
         self._adopted = Adopted(self, pieces, model)
-        if self.world.takes_part and self.plan.on_host:
-            kind = kinds_in_group_order(self.plan, self.world)[self.world.place]
-            away = {update.parameter for update in self.plan.schedule.update if kind in update.on_host}
-            targets = [leaf.target for leaf in self.plan.graph.parameters if leaf.value.name in away]
-            keep_on_host(self._adopted.by_name[target] for target in targets)
+        if self.world.takes_part and (self.plan.on_host or self.plan.state_bits):
+            kind, updates = kinds_in_group_order(self.plan, self.world)[self.world.place], self.plan.schedule.update
+            away = {update.parameter for update in updates if kind in update.on_host}
+            coded = {update.parameter for update in updates if update.bits}
+            for keep, names in ((keep_on_host, away), (keep_coded, coded)):
+                targets = [leaf.target for leaf in self.plan.graph.parameters if leaf.value.name in names]
+                keep(self._adopted.by_name[target] for target in targets)
         save_whole(model, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:

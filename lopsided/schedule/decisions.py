@@ -105,10 +105,13 @@ class Decisions:
     reruns: tuple[Rerun, ...] = ()  # beside those that the model checkpoints, in the order of the program
     on_host: tuple[OnHost, ...] = ()  # optimizer state in the memory of the host, by kind of device
     microbatches: int = 1  # rounds of the two passes, each of as many rows of the batch; the program is that of one
+    state_bits: int = 0  # of a number of optimizer state between updates; 0: as the optimizer keeps it
 
     def __str__(self) -> str:
         usual = Decisions()
-        rare = {name for name in ("stretch", "microbatches") if getattr(self, name) == getattr(usual, name)}
+        rare = {
+            name for name in ("stretch", "microbatches", "state_bits") if getattr(self, name) == getattr(usual, name)
+        }
         numbers = [f for f in fields(self) if f.name not in LISTED and f.name not in rare]
         told = [f"{field.name}={int(getattr(self, field.name))}" for field in numbers]
         listed = ((name, getattr(self, name)) for name in LISTED)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from lopsided.cluster.cluster import Cluster
 from lopsided.errors import DoesNotFitError, ProgramError
 from lopsided.ir.program import Program
+from lopsided.schedule.coded_state import coded_bytes
 from lopsided.schedule.cost import Optimizer, Scale, cut_of
 from lopsided.schedule.decisions import OnHost
 from lopsided.schedule.schedule import Schedule
@@ -59,7 +60,8 @@ def host_bytes_per_kind(schedule: Schedule, optimizer: Optimizer, scale: Scale) 
             fractions = scale.fractions(cut_of(update.placement, value.shape))
             for k in update.on_host:
                 if k < len(found):
-                    found[k] += optimizer.state * _pinned(round(value.bytes * fractions[k]))
+                    size = coded_bytes(value.elements) if update.bits else value.bytes
+                    found[k] += optimizer.state * _pinned(round(size * fractions[k]))
     return tuple(found)
 
 

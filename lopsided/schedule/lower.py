@@ -40,6 +40,7 @@ from typing import TypeVar
 from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program, Step
 from lopsided.ops.simulated_devices import cotangent
+from lopsided.schedule.coded_state import bits_of_state
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.host_state import kept_on_host
@@ -123,8 +124,9 @@ class _Lowering:
         forward = buckets.filled([*(item for group in self.groups for item in self._run_forward(group)), *self.ends])
         backward = buckets.filled(list(self._backward()))
         from_host = kept_on_host(program, self.decisions.on_host)
+        bits = bits_of_state(program, self.decisions.state_bits)
         update = tuple(
-            Update(f"update {name}", name, placement, from_host.get(name, ()))
+            Update(f"update {name}", name, placement, from_host.get(name, ()), bits.get(name, 0))
             for name, placement in program.leaves
             if name in self.parameters and program.graph.values[name].grad
         )

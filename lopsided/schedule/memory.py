@@ -14,9 +14,9 @@ In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whol
     gathered copies             of parameters: all of them until the backward pass, or,
                                 regathered, the largest two at once; of a checkpointed
                                 region all, but of one region at a time                    `_gathered`
-    streamed                    optimizer state that is in host memory, while it is here for
-                                the update: of the largest slice, and nothing that is saved
-                                or at work is there any more                               `_streamed`
+    streamed                    optimizer state that is in host memory or in 8 bits, while it
+                                is written out here for the update: of the largest slice,
+                                and nothing that is saved or at work is there any more      `_streamed`
     waiting                     gradients of gathered parameters, whole, until a bucket of
                                 them is full                                               `_waiting`
     between rounds              sums of gradients that the last round sends, and the rows
@@ -45,6 +45,7 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement
 from lopsided.ir.program import Chain, Step
 from lopsided.ops.op import Call
+from lopsided.schedule.coded_state import state_bytes
 from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
 from lopsided.schedule.host_state import slice_bytes
@@ -95,7 +96,7 @@ class Holding:
     on: Kinds = EVERY_KIND
 
 
-def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer) -> tuple[Holding, ...]:
+def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer, state_bits: int = 0) -> tuple[Holding, ...]:
     """A leaf from step to step: a parameter with its gradient and state, a buffer, or what is loaded of an input."""
     size, cut, name = leaf.value.bytes, cut_of(placement, leaf.value.shape), leaf.value.name
     if leaf.kind != "parameter":
@@ -104,7 +105,7 @@ def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer) -> tuple[Hold
     if leaf.value.grad:
         held.append(Holding(name, "gradient", size, cut))
         if optimizer.state:
-            held.append(Holding(name, "optimizer", optimizer.state * size, cut))
+            held.append(Holding(name, "optimizer", state_bytes(optimizer, leaf.value, state_bits), cut))
     return tuple(held)
 
 
@@ -160,7 +161,7 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
     updated = {value.name for value in program.graph.updated}
     away = {update.parameter: Kinds(frozenset(update.on_host)) for update in schedule.update if update.on_host}
     for leaf in program.graph.leaves:
-        held = stored(leaf, placed[leaf.value.name], optimizer)
+        held = stored(leaf, placed[leaf.value.name], optimizer, schedule.decisions.state_bits)
         if (here := away.get(leaf.value.name)) is not None:
             held = tuple(replace(one, on=here) if one.use == "optimizer" else one for one in held)
         # What nobody uses never has a gradient, and so no state.
@@ -229,15 +230,20 @@ _AT_UPDATE = ("parameter", "gradient", "optimizer", "buffer", "streamed")
 
 
 def _streamed(schedule: Schedule, optimizer: Optimizer, even: float) -> Iterator[Holding]:
-    """On devices whose state is in host memory, the largest slice of it that is fetched: of one large parameter, or of
-    several small ones. And as much again, which an update of so much works with."""
+    """On devices whose state is in host memory, or in few bits, the largest slice of it that is there for an update: of
+    one large parameter, or of several small ones. And as much again, which an update of so much works with."""
+    if not optimizer.state:
+        return
+    named = sorted({k for update in schedule.update for k in update.on_host})
+    everywhere = any(update.bits for update in schedule.update)
+    kinds = [(k, Kinds(frozenset((k,)), others=False)) for k in named]
+    kinds += [(-1, Kinds(frozenset(named)))] if everywhere else []
     values = schedule.program.graph.values
-    for k in {k: None for update in schedule.update for k in update.on_host} if optimizer.state else ():
-        fetched = [(values[one.parameter], one.placement) for one in schedule.update if k in one.on_host]
+    for k, on in kinds:
+        fetched = [(values[one.parameter], one.placement) for one in schedule.update if k in one.on_host or one.bits]
         parts = [(optimizer.state * value.bytes, cut_of(placement, value.shape)) for value, placement in fetched]
         sizes = [size if cut is None else size * even for size, cut in parts]
         largest = max(range(len(sizes)), key=sizes.__getitem__)
-        on = Kinds(frozenset((k,)), others=False)
         yield Holding(
             f"state of {fetched[largest][0].name}", "streamed", 2 * parts[largest][0], parts[largest][1], on=on
         )

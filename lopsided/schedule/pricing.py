@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lopsided.ir.program import Step
+from lopsided.schedule.coded_state import coding, state_bytes
 from lopsided.schedule.cost import FREE, Affine, Costs, Cut, cut_of
 from lopsided.schedule.schedule import Chunked, Compute, Phase, Schedule
 
@@ -81,8 +82,12 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
             continue  # optimizers pass over what has no gradient
         leaf = leaves[update.parameter]
         seconds = costs.update(leaf, update.placement)
+        if update.bits and costs.optimizer.state:
+            both = zip(seconds, coding(costs, leaf, update.placement), strict=True)
+            seconds = tuple(s + more for s, more in both)
         if update.on_host:
-            both = zip(seconds, costs.fetched(leaf, update.placement), strict=True)
+            size = state_bytes(costs.optimizer, leaf.value, update.bits)
+            both = zip(seconds, costs.fetched(size, update.placement), strict=True)
             seconds = tuple(s + more if k in update.on_host else s for k, (s, more) in enumerate(both))
         cut = cut_of(update.placement, leaf.value.shape)
         found[update.id] = Computed(update.id, update.parameter, "backward", seconds, cut)

@@ -176,13 +176,15 @@ class Chunked:
 class Update:
     """The optimizer updates what this device stores of a parameter.
 
-    Devices of the kinds `on_host` fetch its state from the memory of their host for that, and take it back there.
+    Devices of the kinds `on_host` fetch its state from the memory of their host for that, and take it back there. State
+    that is kept in so many `bits` is written out for it, and put into them again.
     """
 
     id: str
     parameter: str
     placement: Placement
     on_host: tuple[int, ...] = ()
+    bits: int = 0
 
 
 Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute | Stretch | Chunked
@@ -353,7 +355,8 @@ def _line(item: Item | Update) -> str:
         return f"{item.id} = {', '.join(item.nodes)}{kept}{on}"
     if isinstance(item, Update):
         on = f" from host on {', '.join(map(str, item.on_host))}" if item.on_host else ""
-        return f"update {item.parameter} {item.placement}{on}"
+        bits = f" in {item.bits} bits" if item.bits else ""
+        return f"update {item.parameter} {item.placement}{bits}{on}"
     if not item.bucket:
         return f"convert {item.id}"
     return f"{'give' if item.phase == 'backward' else 'take'} {item.id} by {item.bucket}"
@@ -367,7 +370,7 @@ _BUCKET = re.compile(r"((gather|reduce)\.\d+) = (\w+) (\w+) (.+?)( waited for)?"
 _STRETCH = re.compile(r"(stretch\.\S+) = (.+)")
 _CHUNKED = re.compile(r"(chunked\.\S+) = (.+) by (\d{1,12}) rows")
 _RECOMPUTE = re.compile(r"(recompute\.\d+) = (.+?)(?: keeps (.+?))?(?: on ([\d, ]+))?")
-_UPDATE = re.compile(r"update (\S+) (\S+)(?: from host on ([\d, ]+))?")
+_UPDATE = re.compile(r"update (\S+) (\S+)(?: in (\d{1,2}) bits)?(?: from host on ([\d, ]+))?")
 _PHASES: Mapping[str, Phase] = {"run": "forward", "again": "again", "back": "backward"}
 
 
@@ -399,8 +402,8 @@ class _Parser:
             self.section = line
         elif self.section == "update" and (match := _UPDATE.fullmatch(line)):
             self._known(match[1], where)
-            kinds = tuple(map(int, match[3].split(", "))) if match[3] else ()
-            self.updates.append(Update(f"update {match[1]}", match[1], _placement(match[2], where), kinds))
+            kinds, bits = tuple(map(int, match[4].split(", "))) if match[4] else (), int(match[3] or 0)
+            self.updates.append(Update(f"update {match[1]}", match[1], _placement(match[2], where), kinds, bits))
         elif self.section in self.passes and (item := self._item(line, where)) is not None:
             self.passes[self.section].append(item)
         else:
