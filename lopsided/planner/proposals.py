@@ -61,6 +61,7 @@ from lopsided.schedule.host_state import host_bytes_per_kind, host_excess
 from lopsided.schedule.loss_heads import LossHead, chunks_of, loss_heads
 from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.memory import Holding, bytes_per_kind, holdings
+from lopsided.schedule.offload import offloaded_bytes_per_kind
 from lopsided.schedule.pricing import PricedStep, price
 from lopsided.schedule.schedule import Schedule
 from lopsided.schedule.timeline import run
@@ -192,8 +193,14 @@ class CandidatePool:
         memory = bytes_per_kind(laid.held, scale)
         fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
         too_much: DoesNotFitError | None = None
-        if on_host:
-            too_much = host_excess(on, host_bytes_per_kind(laid.priced.schedule, self.optimizer, scale))
+        if on_host or laid.priced.schedule.offloaded:
+            schedule = laid.priced.schedule
+            filled = zip(
+                host_bytes_per_kind(schedule, self.optimizer, scale),
+                offloaded_bytes_per_kind(schedule, scale),
+                strict=True,
+            )
+            too_much = host_excess(on, [state + saved for state, saved in filled])
             fits = fits and too_much is None
             self.short_of_host = self.short_of_host or too_much
         sort = (on.devices, laid.stored)

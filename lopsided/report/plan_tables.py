@@ -56,7 +56,7 @@ from lopsided.report.table import (
     times,
 )
 from lopsided.schedule.cost import Scale, optimizer_named
-from lopsided.schedule.decisions import LEVELS
+from lopsided.schedule.decisions import REGION_LEVELS
 from lopsided.schedule.host_state import host_bytes_per_kind
 from lopsided.schedule.schedule import GatherBucket
 
@@ -363,12 +363,15 @@ def rerun_lines(plan: Plan) -> list[str]:
     ]
     again = [rerun for rerun in plan.reruns if rerun.level != "chunked"]
     for (level, kinds), group in itertools.groupby(
-        sorted(again, key=lambda one: (LEVELS.index(one.level), one.kinds)),
+        sorted(again, key=lambda one: (REGION_LEVELS.index(one.level), one.kinds)),
         key=lambda one: (one.level, one.kinds),
     ):
         count = len([*group])
         on = f" on {' and '.join(plan.on.kinds[k].name for k in kinds)}" if kinds else ""
         blocks = f"{count} block{'s' if count > 1 else ''} of the model"
+        if level == "offload":
+            found.append(f"what {blocks} save{'' if count > 1 else 's'} goes to the memory of the host and back{on}")
+            continue
         found.append(f"of {blocks}, {words[level]} runs again in the backward pass in place of being kept{on}")
     return found
 

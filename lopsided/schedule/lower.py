@@ -45,7 +45,7 @@ from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.host_state import kept_on_host
 from lopsided.schedule.loss_heads import LossHead, chunks_of
-from lopsided.schedule.regions import regions_of
+from lopsided.schedule.regions import offloaded_of, regions_of
 from lopsided.schedule.schedule import (
     Bucket,
     Chunked,
@@ -108,6 +108,8 @@ class _Lowering:
         self.parameters = {leaf.value.name for leaf in program.graph.parameters}
         self.marked = regions_of(program, decisions)
         self.regions = {name: k for k, region in enumerate(self.marked) for name in region.nodes}
+        away = offloaded_of(program, decisions)
+        self.away = {name: k for k, region in enumerate(away) for name in region.nodes}
         heads = chunks_of(program, decisions)
         self.heads = {head.last: (head, rows) for head, rows in heads}
         self.chunked = {name for head, _ in heads for name in head.nodes}
@@ -186,7 +188,7 @@ class _Lowering:
         partly = region >= 0 and bool(self.marked[region].kept)
         apart = partly or one.step.node.name in self.chunked
         takes = None if sends or talks_back or apart else tuple(item.value for item in one.made)
-        return Joinable(one.step, takes, region)
+        return Joinable(one.step, takes, (region, self.away.get(one.step.node.name, -1)))
 
     def _run_forward(self, group: Sequence[_Lowered]) -> Iterator[Item]:
         """A group where it stands; of a head that runs some rows at a time, all of it where its loss stands."""

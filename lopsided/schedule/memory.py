@@ -9,6 +9,7 @@ In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whol
                                 rule cuts                                                  `_saved`
                                 of a checkpointed region what it takes from outside, and   `_taken`
                                 what it keeps of what its nodes made                       `_made`
+                                the same of one that saves in the memory of the host
     recomputed                  the rest of what its steps save, while it runs backward:
                                 of one region at a time                                    `_working`
     gathered copies             of parameters: all of them until the backward pass, or,
@@ -50,6 +51,7 @@ from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
 from lopsided.schedule.host_state import slice_bytes
 from lopsided.schedule.loss_heads import VIEWS
+from lopsided.schedule.regions import RegionNodes
 from lopsided.schedule.schedule import Chunked, Redistribute, ReduceBucket, Schedule
 
 USES = (
@@ -179,10 +181,13 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
 
 def _kinds_apart(schedule: Schedule) -> Iterator[Kinds]:
     """Kinds of devices that run the same again: those that some region names, each for itself, and all others."""
-    named = {kind for region in schedule.regions.values() for kind in region.kinds}
+    regions, offloaded = schedule.regions, schedule.offloaded
+    named = {kind for region in regions.values() for kind in region.kinds}
+    named |= {kind for region in offloaded.values() for kind in region.kinds}
     alike: dict[tuple[str, ...], set[int]] = {}
     for kind in sorted(named):
-        again = tuple(name for name, region in schedule.regions.items() if region.runs_on(kind))
+        again = tuple(name for name, region in regions.items() if region.runs_on(kind))
+        again += tuple(name for name, region in offloaded.items() if region.is_on(kind))
         alike.setdefault(again, set()).add(kind)
     yield from (Kinds(frozenset(kinds), others=False) for kinds in alike.values())
     yield Kinds(frozenset(named))
@@ -194,13 +199,16 @@ _Stretch = tuple[str, list[Step]]
 def _stretches(schedule: Schedule, on: Kinds | None = None) -> Iterator[_Stretch]:
     """The nodes in the order they run, in stretches that one region recomputes, with its id, or none.
 
-    On some kinds of devices, which run the same again; otherwise wherever there is a region.
+    On some kinds of devices, which run the same again, with regions of which what is saved is in host memory; otherwise
+    wherever there is a region that runs again.
     """
     region_of = schedule.recomputed
     if on is not None:
         kind = -1 if on.others else min(on.numbers)
         there = {name for name, region in schedule.regions.items() if region.runs_on(kind)}
         region_of = {node: region for node, region in region_of.items() if region in there}
+        away = {name: region for name, region in schedule.offloaded.items() if region.is_on(kind)}
+        region_of = {node: name for name, region in away.items() for node in region.nodes} | region_of
     for region, steps in itertools.groupby(schedule.program.steps, key=lambda step: region_of.get(step.node.name, "")):
         yield region, list(steps)
 
@@ -433,10 +441,25 @@ def _saved(schedule: Schedule, stretches: _Stretches, copies: _Copies) -> Iterat
     for region, steps in stretches:
         if region:
             yield from _taken(steps, copies)
-            kept = {*schedule.regions[region].kept}
+            kept = _kept_by(schedule, region)
             yield from _made(graph, [step for step in steps if step.node.name in kept], copies)
         else:
             yield from _saved_by_steps(graph, steps, copies, "saved")
+
+
+def _kept_by(schedule: Schedule, region: str) -> set[str]:
+    """The nodes whose results a region keeps; one in host memory keeps none."""
+    return {*schedule.regions[region].kept} if region in schedule.regions else set()
+
+
+def sent_to_host(schedule: Schedule) -> Iterator[tuple[RegionNodes, str, tuple[Holding, ...]]]:
+    """Of every node whose region saves in host memory what it makes, with the region. What a region takes from outside
+    stays where it is."""
+    for region in schedule.offloaded.values():
+        steps, copies = [schedule.steps[name] for name in region.nodes], _Copies.of_schedule(schedule)
+        list(_taken(steps, copies))
+        for step in steps:
+            yield region, step.node.name, tuple(_saved_by_steps(schedule.program.graph, [step], copies, "saved"))
 
 
 def _made(graph: Graph, kept: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
@@ -563,7 +586,7 @@ def _working(
         again: tuple[Holding, ...] = ()
         if region:
             held = copies.apart()
-            kept = {*schedule.regions[region].kept}
+            kept = _kept_by(schedule, region)
             again = tuple(_recomputed(graph, steps, kept, held))
         recomputed = sum(holding.bytes if holding.cut is None else holding.bytes * even for holding in again)
         for step in steps:

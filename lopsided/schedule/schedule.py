@@ -50,6 +50,7 @@ from lopsided.schedule.decisions import (
     parse_on_host,
     parse_rerun,
 )
+from lopsided.schedule.regions import RegionNodes, offloaded_of
 
 Phase = Literal["forward", "again", "backward"]
 
@@ -262,6 +263,11 @@ class Schedule:
     def regions(self) -> Mapping[str, Recompute]:
         """What runs again, by the id of the region."""
         return {item.id: item for item in self.backward if isinstance(item, Recompute)}
+
+    @cached_property
+    def offloaded(self) -> Mapping[str, RegionNodes]:
+        """What is saved in the memory of the host, by an id of the region."""
+        return {f"offload.{k}": region for k, region in enumerate(offloaded_of(self.program, self.decisions))}
 
     @cached_property
     def chunked(self) -> Mapping[str, Chunked]:

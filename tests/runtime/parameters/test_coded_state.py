@@ -95,6 +95,15 @@ def test_it_reads_and_is_written_like_the_tensor_that_it_was() -> None:
     assert Coded.of(value.double(), is_signed=True).decode().dtype == torch.float64
 
 
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_state_of_narrow_parameters_stays_narrow(is_signed: bool) -> None:
+    value = values(5 * BLOCK + 3, is_signed=is_signed).bfloat16()
+    found = Coded.of(value, is_signed=is_signed).decode()
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - value.float()).norm() < 0.02 * value.float().norm()
+    assert torch.equal(Coded.of(found, is_signed=is_signed).decode(), found)
+
+
 def test_files_and_copies_have_ordinary_tensors() -> None:
     coded = Coded.of(values(700, is_signed=True), is_signed=True)
     file = io.BytesIO()
