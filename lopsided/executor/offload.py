@@ -4,9 +4,10 @@ In: instructions. Out: `Offloaded`, an instruction that runs them with hooks aro
 
 A memory is sent once, whoever saves views of it, and comes back when the first of them is asked for, until the last
 has been. What the region takes from outside, parameters and their copies stay where they are: others hold them. On a
-GPU what is saved leaves on a stream of its own for pinned memory, and is freed when it has arrived there; it comes back
-on the stream that asks for it, which waits until it has arrived. On a CPU both are the same memory, told apart by
-copies.
+GPU what is saved leaves on a stream of its own for pinned memory, while the region goes on computing. The region ends
+with a wait for that stream, so no more is on the device than one region saves, and its memory can be used again in the
+order of one stream. What comes back does so on the stream that asks for it, which waits. On a CPU both are the same
+memory, told apart by copies.
 """
 
 from __future__ import annotations
@@ -64,18 +65,27 @@ class _Memory:
             self._host = self.here.clone()
             return
         self._host = torch.empty(self.here.numel(), dtype=torch.uint8, pin_memory=True)
-        stream = _streams.setdefault(self._device, torch.cuda.Stream(self._device))
+        if self._device not in _streams:
+            _streams[self._device] = torch.cuda.Stream(self._device)
+        stream = _streams[self._device]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._host.copy_(self.here, non_blocking=True)
             self._arrived = stream.record_event()
-        self.here.record_stream(stream)
+
+    def leave(self) -> None:
+        """Free what is on the device, for whatever comes later on the current stream."""
+        self._wait()
+        self.here = None
+
+    def _wait(self) -> None:
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrived)
 
     def fetched(self) -> Tensor:
         """All of it on the device, for as long as anybody may ask for it."""
         if self._back is None:
-            if self._arrived is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._arrived)
+            self._wait()
             self._back = self._host.to(self._device, non_blocking=True)
         return self._back
 
@@ -122,7 +132,7 @@ class HostStore:
     def done(self) -> None:
         """The region has run: addresses may become another's."""
         for memory in self._sent.values():
-            memory.here = None
+            memory.leave()
         self._sent.clear()
 
 

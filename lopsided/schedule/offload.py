@@ -3,8 +3,8 @@
 In: a `Schedule` with regions of level `offload`. Out: seconds a node takes longer, forward and backward alike
 (`travelling`), and bytes of host memory (`offloaded_bytes_per_kind`).
 
-Nothing is taken to hide behind computing, neither way. On a GPU what is saved leaves on a stream of its own, so the way
-there may; what comes back is waited for.
+Nothing is taken to hide behind computing, neither way. On a GPU what is saved leaves behind what its region computes,
+so some of the way there does; what comes back is waited for.
 """
 
 from __future__ import annotations

@@ -16,12 +16,16 @@ from torch import Tensor, nn
 
 import lopsided
 from lopsided.capturing.capture_graph import capture
+from lopsided.cluster.cluster import Cluster, Link
 from lopsided.comm.worker_pool import WorkerPool
-from lopsided.errors import CheckpointError
+from lopsided.errors import CheckpointError, DoesNotFitError, InputError
 from lopsided.ir.placement import Shares
 from lopsided.ops.derive import derive_rules
+from lopsided.planner.allowed import EIGHT_BIT_STATE
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
+from lopsided.planner.planner import plan_graph
+from lopsided.runtime.agreement import _allowed_before
 from lopsided.runtime.checkpoint.checkpoint import load, save
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.parameters.coded_state import Coded, table
@@ -29,6 +33,7 @@ from lopsided.schedule.coded_state import BITS, BLOCK, coded_bytes, state_bytes
 from lopsided.schedule.cost import optimizer_named
 from lopsided.schedule.decisions import OnHost
 from lopsided.schedule.memory import holdings
+from tests.support import clusters
 from tests.support.jobs import plan_of, prices_of
 
 Pools = Callable[[int], WorkerPool]
@@ -309,6 +314,42 @@ def test_one_of_torchao_trains_and_is_refused_in_checkpoints(worker_pools: Pools
     for losses, said in worker_pools(3).run(torchao_on_pieces, str(tmp_path / "saved")):
         assert losses == pytest.approx(theirs[:4], abs=4e-3)
         assert "8bit-state" in said
+
+
+def small_device(bytes_: int) -> Cluster:
+    made = clusters.kind("cpu", speed=1e10, bytes_per_s=1e10, memory=bytes_, launch_s=1e-6)
+    return clusters.cluster(made, link=Link(1e-5, 1e9))
+
+
+def planned_here(room: int) -> tuple[int, list[str], str]:
+    """The bits that were chosen, what was kept so, and why nothing was found where nothing is allowed."""
+    where, model, refused = small_device(room), net(), ""
+    try:
+        lopsided.parallelize(net(), batch_of(), cluster=where, quiet=True)
+    except DoesNotFitError as error:
+        refused = str(error)
+    pm = lopsided.parallelize(model, batch_of(), cluster=where, allow=(EIGHT_BIT_STATE,), quiet=True)
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=0.01)
+    train(pm, optimizer, range(2))
+    coded = [name for name, p in pm.named_parameters() if isinstance(optimizer.state[p]["exp_avg"], Coded)]
+    bits = pm.plan.state_bits
+    pm.close()
+    with pytest.raises(InputError, match="is no technique"):
+        lopsided.parallelize(net(), batch_of(), cluster=where, allow="4bit-state", quiet=True)
+    return bits, coded, refused
+
+
+def test_parallelize_plans_with_what_it_is_allowed(worker_pools: Pools) -> None:
+    graph = capture(net(), batch_of())
+    plenty = plan_graph(graph, small_device(10**8), microbatches=1)
+    bits, coded, refused = worker_pools(1).run(planned_here, int(0.78 * plenty.memory_bytes[0] / 0.92))[0]
+    assert bits == BITS
+    assert coded == ["embed.weight", "up.weight", "down.weight", "out.weight"]
+    assert "--allow 8bit-state" in refused
+    # Whoever starts again elsewhere may use what the plan before was allowed.
+    short = plan_graph(graph, small_device(int(0.78 * plenty.memory_bytes[0] / 0.92)), allow=(EIGHT_BIT_STATE,))
+    assert _allowed_before(short, ()) == {EIGHT_BIT_STATE}
+    assert _allowed_before(plenty, ()) == frozenset()
 
 
 def test_state_bytes_by_hand() -> None:
