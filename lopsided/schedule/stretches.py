@@ -42,7 +42,7 @@ class Joinable:
 
     step: Step
     takes: tuple[str, ...] | None
-    regions: tuple[int, int]  # that runs again, and that saves in host memory; or -1
+    regions: tuple[int, int]  # the region that runs again, and the one that saves in host memory; or -1
 
 
 def grouped(program: Program, candidates: Sequence[Joinable], most: int) -> Iterator[range]:
