@@ -105,13 +105,14 @@ class _Part:
 class HostStore:
     """Hooks for what one run of a region saves."""
 
-    _left: set[int] = field(default_factory=set)  # addresses of what stays
+    # By address. What stays is held, or its address could become another's while the region runs.
+    _left: dict[int, Tensor] = field(default_factory=dict)
     _sent: dict[int, _Memory] = field(default_factory=dict)
 
     def leave(self, tensor: object) -> None:
         """What is in this memory stays on the device."""
         if isinstance(tensor, Tensor):
-            self._left.add(_address(tensor))
+            self._left[_address(tensor)] = tensor.detach()
 
     def pack(self, tensor: Tensor) -> Tensor | _Part:
         address = _address(tensor)
@@ -134,6 +135,7 @@ class HostStore:
         for memory in self._sent.values():
             memory.leave()
         self._sent.clear()
+        self._left.clear()
 
 
 def _address(tensor: Tensor) -> int:

@@ -217,6 +217,28 @@ def test_what_is_counted_is_sent_once_and_leaves_the_device(monkeypatch: pytest.
     assert left[0] < 0.15 * counted
 
 
+def test_a_memory_is_sent_once_and_what_stays_is_not_taken_for_another() -> None:
+    store = offload.HostStore()
+    stays, saved = torch.randn(40, 25), torch.randn(30, 20)
+    store.leave(stays)
+    held = StorageWeakRef(stays.untyped_storage())
+    assert store.pack(stays[3]).data_ptr() == stays[3].data_ptr()  # type: ignore[union-attr]
+    del stays
+    assert not held.expired()
+    views = (saved, saved.t(), saved[5:, 3::4], saved[:1].expand(7, 20))
+    kept = [store.pack(view) for view in views]
+    expected = [view.clone() for view in views]
+    assert len(store._sent) == 1
+    assert store.unpack(store.pack(torch.ones(()))) == 1
+    gone = StorageWeakRef(saved.untyped_storage())
+    store.done()
+    del saved, views
+    assert gone.expired()
+    assert held.expired()
+    for one, view in zip(kept, expected, strict=True):
+        assert torch.equal(store.unpack(one), view)
+
+
 # What the planner chooses
 
 
