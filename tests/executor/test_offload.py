@@ -36,6 +36,7 @@ from lopsided.schedule.memory import bytes_per_kind, holdings, sent_to_host
 from lopsided.schedule.offload import offloaded_bytes_per_kind
 from lopsided.schedule.pricing import price
 from lopsided.schedule.regions import reruns_in
+from lopsided.schedule.rounds import in_rounds
 from lopsided.schedule.schedule import Schedule, check_schedule, parse_schedule
 from lopsided.verification.simulator import Simulation, simulate
 from lopsided.verification.verifier import compare, random_program
@@ -155,6 +156,24 @@ def test_a_step_is_the_same_to_the_last_bit(spec: str) -> None:
     reruns = in_blocks(capture(*model_of(spec)))
     plain, away = step_of(spec, ()), step_of(spec, reruns)
     assert compare(away, plain)[0] == 0.0
+
+
+def test_rounds_save_there_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    module, batch = load(SPEC)
+    rounds = in_rounds(capture(module.double(), batch), 4)
+    found = [
+        simulate(
+            lopsided.one_device(rounds.graph),
+            module,
+            batch,
+            (1.0,),
+            decisions=Decisions(microbatches=4, reruns=reruns),
+            rounds=rounds,
+        )
+        for reruns in ((), in_blocks(rounds.graph))
+    ]
+    assert compare(found[1], found[0])[0] == 0.0
 
 
 @pytest.mark.parametrize("seed", range(3))
