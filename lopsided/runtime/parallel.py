@@ -618,6 +618,8 @@ class Parallel(nn.Module):
         self._form, self._programs = self._no_programs()
         self._inputs = self._new_inputs()
         self._handed_out = HandedOut()
+        if self._paced is not None:
+            self._paced.begin_anew()
 
     # What is recorded
 

@@ -4,6 +4,7 @@ In: a parallel module that trains. Out: `Paced`, which notes how long this proce
 processes' medians every few steps, and takes other shares when the decision (`pace`) says so.
 
 What is noted costs two readings of a clock: the waits of a step are counted where they are posted for the watch anyway.
+Medians are told with the next step's handshake, which all take part in anyway: nobody waits for anybody to look.
 A device computes while it does not wait; that holds for CPUs, where the process that waits does nothing else. Of a GPU
 the host does not see when it waits, so with GPUs nothing is noted, and shares are changed by hand only.
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lopsided.comm.world import waiting
 from lopsided.errors import InputError, LopsidedError, shown
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lopsided")
 
+_PER_S = 1e-9  # of what is told with a handshake, in whole numbers
 _PROGRAMS_S = 2.0  # about what it takes to make programs and groups of a loader anew
 
 
@@ -45,10 +48,13 @@ class Paced:
 
     def __init__(self, pm: Parallel, side: dist.ProcessGroup | None) -> None:
         self._pm, self._side = pm, side
-        self._steps: list[tuple[float, float]] = []  # seconds of a step, and of this process's part of it
-        self._began_s, self._waited_s = time.monotonic(), pm.watch.waited_s
+        self._steps: list[tuple[float, float]]  # seconds of a step, and of this process's part of it
+        self._began_s: float
+        self._waited_s: float
         self._decision = Balancing()
         self._look_after = LOOK
+        self._tells: bool  # medians go with the next handshake
+        self.begin_anew()
         # The same on every rank: all devices are CPUs, and all processes have one.
         world = pm.world
         on_cpus = not any(one.is_gpu for one in world.told) and world.device.type == "cpu"
@@ -62,32 +68,39 @@ class Paced:
         step_s = now_s - self._began_s
         self._steps.append((step_s, max(step_s - (waited_s - self._waited_s), 0.0)))
         self._began_s, self._waited_s = now_s, waited_s
-        if len(self._steps) >= self._look_after:
-            self._look()
-            # What was sent and moved meanwhile belongs to no step.
-            self._began_s, self._waited_s = time.monotonic(), self._pm.watch.waited_s
+        watch = self._pm.watch
+        if self._tells and watch.noted is not None:
+            self._tells = False
+            self._look(_seen(watch.noted.double() * _PER_S))
+        if len(self._steps) >= self._look_after and not self._tells:
+            step_s, own_s, error_s = (round(seconds / _PER_S) for seconds in self._medians())
+            watch.notes, watch.noted = (step_s, own_s, error_s), None
+            self._tells = True
+
+    def begin_anew(self) -> None:
+        """Shares are others: steps before were not theirs, and what was sent and moved meanwhile belongs to none."""
+        self._steps, self._tells = [], False
+        self._began_s, self._waited_s = time.monotonic(), self._pm.watch.waited_s
 
     def now(self) -> bool:
         """Take the shares that the last steps ask for; whether there are any."""
         if not self._steps or not self.notes:
             return False
-        pace = self._heard()
-        return self._take(in_proportion(self._pm.shares.work, pace.own_s), pace)
-
-    def _heard(self) -> PaceSeen:
-        """The medians of all processes, by their place in the group; equal everywhere."""
-        own_s, error_s = median_and_error([own for _, own in self._steps])
-        row = torch.tensor([statistics.median(step for step, _ in self._steps), own_s, error_s], dtype=torch.float64)
-        self._steps = []
         heard = torch.empty(len(self._pm.world.ranks), 3, dtype=torch.float64)
         with waiting("the pace of all devices"):
-            dist.all_gather(list(heard.unbind()), row, group=self._side)
-        seen = PaceSeen(max(heard[:, 0].tolist()), tuple(heard[:, 1].tolist()), max(heard[:, 2].tolist()))
-        self._look_after = steps_to_look(seen.step_s)
-        return seen
+            dist.all_gather(list(heard.unbind()), torch.tensor(self._medians(), dtype=torch.float64), group=self._side)
+        pace = _seen(heard)
+        return self._take(in_proportion(self._pm.shares.work, pace.own_s), pace)
 
-    def _look(self) -> None:
-        pace = self._heard()
+    def _medians(self) -> tuple[float, float, float]:
+        """Of the steps since this was asked last: a step, this process's part of it, and how far off that may be."""
+        own_s, error_s = median_and_error([own for _, own in self._steps])
+        step_s = statistics.median(step for step, _ in self._steps)
+        self._steps = []
+        return step_s, own_s, error_s
+
+    def _look(self, pace: PaceSeen) -> None:
+        self._look_after = steps_to_look(pace.step_s)
         self._decision.cost_s = _PROGRAMS_S + pace.step_s * 2
         work = self._decision.look(self._pm.shares.work, pace)
         if work is not None and not self._take(work, pace):
@@ -130,3 +143,9 @@ class Paced:
             _log.info("shares stay as they are: %s", error.what)
             return json.dumps("")
         return json.dumps("" if cuts_alike(pm.plan, plan) else plan_text(plan))
+
+
+def _seen(rows: Tensor) -> PaceSeen:
+    """Of the medians of all processes, by their place in the group; equal everywhere."""
+    step_s, own_s, error_s = rows.T.tolist()
+    return PaceSeen(max(step_s), tuple(own_s), max(error_s))
