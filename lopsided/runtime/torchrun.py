@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 from argparse import Namespace
 from multiprocessing import forkserver, util
 from pathlib import Path
@@ -27,6 +28,7 @@ from lopsided.runtime import forked
 
 _log = logging.getLogger("lopsided")
 
+_LATER = ("torch.export._trace",)  # what torch imports when it first captures a model, which takes half a second
 _LOOPBACK = "127.0.0.1"
 _FIRST_SIGNAL = "SIGTERM"  # by which torchrun ends the others
 
@@ -74,12 +76,15 @@ def _fork_scripts(given: Namespace) -> None:
     given.training_script, given.module, given.run_path = forked.__file__, False, True
     if run.determine_local_world_size(given.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # which torchrun would set later, and is read with torch
-    forkserver.set_forkserver_preload(PRELOAD)
+    forkserver.set_forkserver_preload([*PRELOAD, *_LATER])
     before = os.environ.get("PYTHONUNBUFFERED")
     os.environ["PYTHONUNBUFFERED"] = "1"  # torchrun's `python -u`
+    # Of the server's socket. It is removed by its maker at the very end: not in a folder that is removed before.
+    folder, tempfile.tempdir = tempfile.tempdir, None
+    interrupts.folders.add(util.get_temp_dir())
+    tempfile.tempdir = folder
     with deaf_to_interrupts():
         forkserver.ensure_running()
-    interrupts.folders.add(util.get_temp_dir())  # of the server's socket
     os.environ.pop("PYTHONUNBUFFERED") if before is None else os.environ.update(PYTHONUNBUFFERED=before)
 
 
