@@ -176,7 +176,14 @@ def _descendants() -> list[int]:
     found = list(children.get(os.getpid(), ()))
     for process in found:  # which grows
         found += children.get(process, ())
-    return found
+    return [process for process in found if not _cleans_up(process)]
+
+
+def _cleans_up(process: int) -> bool:
+    """Whether it removes what the others leave, once they have ended, and ends by itself."""
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
+    return False
 
 
 end_while_importing()

@@ -14,7 +14,9 @@ import socket
 import sys
 import tempfile
 from argparse import Namespace
-from multiprocessing import forkserver, util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
@@ -77,15 +79,27 @@ def _fork_scripts(given: Namespace) -> None:
     if run.determine_local_world_size(given.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # which torchrun would set later, and is read with torch
     forkserver.set_forkserver_preload([*PRELOAD, *_LATER])
-    before = os.environ.get("PYTHONUNBUFFERED")
-    os.environ["PYTHONUNBUFFERED"] = "1"  # torchrun's `python -u`
     # Of the server's socket. It is removed by its maker at the very end: not in a folder that is removed before.
     folder, tempfile.tempdir = tempfile.tempdir, None
     interrupts.folders.add(util.get_temp_dir())
     tempfile.tempdir = folder
-    with deaf_to_interrupts():
+    # Who removes what an interrupt leaves need not tell.
+    with _environment("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker"):
+        resource_tracker.ensure_running()
+    with _environment("PYTHONUNBUFFERED", "1"), deaf_to_interrupts():  # torchrun's `python -u`
         forkserver.ensure_running()
-    os.environ.pop("PYTHONUNBUFFERED") if before is None else os.environ.update(PYTHONUNBUFFERED=before)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Of processes that are started in here."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        os.environ |= {} if before is None else {name: before}
 
 
 def _hint(failure: ProcessFailure) -> str:
