@@ -542,7 +542,11 @@ def main() -> None:
 
 
 def faults_page(
-    faults: dict[str, Any], pace: dict[str, Any], goodput: dict[str, Any], strangers: dict[str, Any]
+    faults: dict[str, Any],
+    soak: dict[str, Any],
+    pace: dict[str, Any],
+    goodput: dict[str, Any],
+    strangers: dict[str, Any],
 ) -> str:
     lines = [
         NOTE,
@@ -550,11 +554,11 @@ def faults_page(
         "What the words mean is in the head of each benchmark; how it works, in [faults.md](faults.md).\n",
     ]
     for part in (
-        _goals(faults, pace, goodput, strangers),
+        _goals(faults, soak, pace, goodput, strangers),
         _kills(faults),
         _goodput(goodput),
         _paces(pace),
-        _soaked(faults),
+        _soaked(soak),
     ):
         lines += part
     return "\n".join([*lines, *_strangers(strangers)]) + "\n"
@@ -567,14 +571,18 @@ def _from(data: dict[str, Any]) -> str:
 
 
 def _goals(
-    faults: dict[str, Any], pace: dict[str, Any], goodput: dict[str, Any], strangers: dict[str, Any]
+    faults: dict[str, Any],
+    soak: dict[str, Any],
+    pace: dict[str, Any],
+    goodput: dict[str, Any],
+    strangers: dict[str, Any],
 ) -> list[str]:
     told, slow, noise = faults["summary"], pace["slow"], pace["noise"]
     on, memory = told["median_next_step_s"], told["median_next_step_from_memory_s"]
     lost = told["checkpoints_lost"] + told["orphans"]
     follow = [slow[which]["steps_to_follow"] for which in ("slowed", "let_go")]
-    growth = _growth(faults)
-    soaked = [[one[step] for step in sorted(one, key=int)] for one in faults["soak"]["ranks"]]
+    growth = _growth(soak)
+    soaked = [[one[step] for step in sorted(one, key=int)] for one in soak["ranks"]]
     more = [last[key] - first[key] for first, last in soaked for key in ("descriptors", "threads")]
     bad = sum(one[key] for one in strangers["formats"].values() for key in ("tracebacks", "hangs", "above_1_GiB"))
     rows = [
@@ -618,8 +626,8 @@ def _s(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.1f} s"
 
 
-def _growth(faults: dict[str, Any]) -> float:
-    pairs = [[one[step]["memory_kB"] for step in sorted(one, key=int)] for one in faults["soak"]["ranks"]]
+def _growth(soak: dict[str, Any]) -> float:
+    pairs = [[one[step]["memory_kB"] for step in sorted(one, key=int)] for one in soak["ranks"]]
     return float(max(last / first - 1 for first, last in pairs))
 
 
@@ -677,11 +685,12 @@ def _paces(data: dict[str, Any]) -> list[str]:
 
 def _soaked(data: dict[str, Any]) -> list[str]:
     lines = [
-        f"## Soak\n\n{data['soak']['steps']:,} steps with checkpoints on disk and in memory, evaluation and changes "
-        "of shares.\n"
+        "## Soak\n",
+        _from(data),
+        f"{data['steps']:,} steps with checkpoints on disk and in memory, evaluation and changes of shares.\n",
     ]
     lines.append("| rank | after steps | memory | descriptors | threads |\n|---|---|---|---|---|")
-    for rank, one in enumerate(data["soak"]["ranks"]):
+    for rank, one in enumerate(data["ranks"]):
         for step in sorted(one, key=int):
             at = one[step]
             lines.append(
@@ -711,7 +720,7 @@ PAGES: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
     ("runtime-benchmarks", runtime_page, ("runtime", "runtime-cuda", "compiled-cuda")),
     ("scripts", scripts_page, ("scripts",)),
     ("shapes", shapes_page, ("shapes",)),
-    ("faults-measured", faults_page, ("faults", "pace", "goodput", "strangers")),
+    ("faults-measured", faults_page, ("faults", "soak", "pace", "goodput", "strangers")),
 )
 
 if __name__ == "__main__":
