@@ -15,6 +15,8 @@ import json
 import logging
 import statistics
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,12 +29,22 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.runtime.agreement import from_first
 from lopsided.runtime.live.moving import bytes_to_move, check_movable, cuts_alike, take_shares, with_shares
-from lopsided.runtime.live.pace import LOOK, Balancing, PaceSeen, in_proportion, median_and_error, steps_to_look
+from lopsided.runtime.live.pace import (
+    CONFIRMED,
+    LOOK,
+    Balancing,
+    PaceSeen,
+    in_proportion,
+    median_and_error,
+    steps_to_look,
+)
 
 if TYPE_CHECKING:
     from lopsided.runtime.parallel import Parallel
 
 _log = logging.getLogger("lopsided")
+
+Step = tuple[float, float]  # seconds of it, and of this process's part of it
 
 _PER_S = 1e-9  # of what is told with a handshake, in whole numbers
 _PROGRAMS_S = 2.0  # about what it takes to make programs and groups of a loader anew
@@ -44,11 +56,14 @@ def check_replan(replan: str) -> None:
 
 
 class Paced:
-    """Of one module. Made by all ranks at the same place."""
+    """Of one module. Made by all ranks at the same place. Shares change by themselves once it `follows`."""
+
+    follows = False
 
     def __init__(self, pm: Parallel, side: dist.ProcessGroup | None) -> None:
         self._pm, self._side = pm, side
-        self._steps: list[tuple[float, float]]  # seconds of a step, and of this process's part of it
+        self._steps: list[Step]  # since the last look
+        self._last: deque[Step] = deque(maxlen=CONFIRMED * LOOK)
         self._began_s: float
         self._waited_s: float
         self._decision = Balancing()
@@ -66,38 +81,37 @@ class Paced:
             return
         now_s, waited_s = time.monotonic(), self._pm.watch.waited_s
         step_s = now_s - self._began_s
-        self._steps.append((step_s, max(step_s - (waited_s - self._waited_s), 0.0)))
+        self._last.append((step_s, max(step_s - (waited_s - self._waited_s), 0.0)))
         self._began_s, self._waited_s = now_s, waited_s
+        if not self.follows:
+            return
+        self._steps.append(self._last[-1])
         watch = self._pm.watch
         if self._tells and watch.noted is not None:
             self._tells = False
             self._look(_seen(watch.noted.double() * _PER_S))
         if len(self._steps) >= self._look_after and not self._tells:
-            step_s, own_s, error_s = (round(seconds / _PER_S) for seconds in self._medians())
+            step_s, own_s, error_s = (round(seconds / _PER_S) for seconds in _medians(self._steps))
             watch.notes, watch.noted = (step_s, own_s, error_s), None
-            self._tells = True
+            self._steps, self._tells = [], True
 
     def begin_anew(self) -> None:
         """Shares are others: steps before were not theirs, and what was sent and moved meanwhile belongs to none."""
         self._steps, self._tells = [], False
+        self._last.clear()
         self._began_s, self._waited_s = time.monotonic(), self._pm.watch.waited_s
 
     def now(self) -> bool:
         """Take the shares that the last steps ask for; whether there are any."""
-        if not self._steps or not self.notes:
+        if not self._last:
             return False
         heard = torch.empty(len(self._pm.world.ranks), 3, dtype=torch.float64)
         with waiting("the pace of all devices"):
-            dist.all_gather(list(heard.unbind()), torch.tensor(self._medians(), dtype=torch.float64), group=self._side)
+            dist.all_gather(
+                list(heard.unbind()), torch.tensor(_medians(self._last), dtype=torch.float64), group=self._side
+            )
         pace = _seen(heard)
         return self._take(in_proportion(self._pm.shares.work, pace.own_s), pace)
-
-    def _medians(self) -> tuple[float, float, float]:
-        """Of the steps since this was asked last: a step, this process's part of it, and how far off that may be."""
-        own_s, error_s = median_and_error([own for _, own in self._steps])
-        step_s = statistics.median(step for step, _ in self._steps)
-        self._steps = []
-        return step_s, own_s, error_s
 
     def _look(self, pace: PaceSeen) -> None:
         self._look_after = steps_to_look(pace.step_s)
@@ -143,6 +157,12 @@ class Paced:
             _log.info("shares stay as they are: %s", error.what)
             return json.dumps("")
         return json.dumps("" if cuts_alike(pm.plan, plan) else plan_text(plan))
+
+
+def _medians(steps: Sequence[Step]) -> tuple[float, float, float]:
+    """A step, this process's part of it, and how far off that may be."""
+    own_s, error_s = median_and_error([own for _, own in steps])
+    return statistics.median(step for step, _ in steps), own_s, error_s
 
 
 def _seen(rows: Tensor) -> PaceSeen:

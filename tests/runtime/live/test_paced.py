@@ -23,12 +23,13 @@ Pools = Callable[[int], WorkerPool]
 SPEC = "mlp:layers=1,width=4,classes=3,batch=60"
 FAST, SLOWED = (3.0, 2.0, 1.0), (1.0, 2.0, 1.0)
 SLOW_AT, LET_GO_AT, STEPS = 10, 60, 110
+BY_HAND = (SLOW_AT + 12, LET_GO_AT + 12, STEPS - 1)
 STEP_S = 0.05
 
 Change = tuple[int, tuple[float, ...]]
 
 
-def trained(noise: float) -> tuple[list[Change], list[float]]:
+def trained(noise: float, replan: str = "auto") -> tuple[list[Change], list[float]]:
     """After which steps shares were others, and which; and the losses."""
     torch.manual_seed(0)
     model, batch = load(SPEC)
@@ -40,7 +41,7 @@ def trained(noise: float) -> tuple[list[Change], list[float]]:
     clock, paced.time = paced.time, SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[assignment]
     changes, losses = list[Change](), list[float]()
     try:
-        pm = lopsided.parallelize(model, whole, plan=plan, timeout_s=60, replan="auto", quiet=True)
+        pm = lopsided.parallelize(model, whole, plan=plan, timeout_s=60, replan=replan, quiet=True)
         opt, dice = torch.optim.SGD(pm.parameters(), lr=1e-2), random.Random(pm.world.rank)
         for number in range(STEPS):
             before, waited_s = pm.shares.work, pm.watch.waited_s
@@ -55,6 +56,9 @@ def trained(noise: float) -> tuple[list[Change], list[float]]:
             pm.watch.waited_s = waited_s + max(own_s) - mine_s
             opt.step()
             opt.zero_grad()
+            if replan == "off" and number in BY_HAND:
+                moved = pm.replan()
+                assert moved == (number != BY_HAND[-1])
             if pm.shares.work != before:
                 changes.append((number, pm.shares.work))
         pm.close()
@@ -75,3 +79,11 @@ def test_a_device_slowed_to_a_third_and_let_go_is_followed(worker_pools: Pools) 
     assert all(changes == [] for changes, _ in steady)
     # Other shares change nothing of what is computed.
     assert losses == pytest.approx(steady[0][1], rel=1e-9)
+
+
+def test_by_hand_shares_are_those_of_the_last_steps(worker_pools: Pools) -> None:
+    (changes, _), *others = worker_pools(3).run(trained, 0.0, "off")
+    assert all(found == changes for found, _ in others)
+    assert [number for number, _ in changes] == [*BY_HAND[:-1]]
+    for (_, shares), speeds in zip(changes, (SLOWED, FAST), strict=True):
+        assert shares == pytest.approx([speed / sum(speeds) for speed in speeds])
