@@ -206,6 +206,11 @@ def ended(processes: dict[int, int], most_s: float) -> dict[int, int]:
     return codes
 
 
+def lives(process: int) -> bool:
+    """A child that has not ended; its status stays to be asked for."""
+    return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
 def steps_of(folder: Path, attempt: str) -> tuple[int | None, dict[int, float], float]:
     """From where a world went on, its losses by step, and when its first step was done."""
     for path in sorted(folder.glob(f"{attempt}-*.txt")):
@@ -227,7 +232,9 @@ def killed(folder: Path, attempt: str, way: Way, phase: str, dice: random.Random
     else:
         passes = dice.choice((1, 1, 2, 5)) if phase in ("save", "replan") else 1
         for wanted in [one for _ in range(passes) for one in (True, False)][:-1]:
-            while time.monotonic() - began_s < MOST_S and (phase_of(folder, attempt, rank) == phase) != wanted:
+            while lives(victim) and (phase_of(folder, attempt, rank) == phase) != wanted:
+                if time.monotonic() - began_s > MOST_S:
+                    break
                 time.sleep(0.0005)
         time.sleep(dice.uniform(0, 0.02 if phase != "compile" else 2.0))
     was = phase_of(folder, attempt, rank) or "start"
@@ -317,6 +324,8 @@ def soak(folder: Path, steps: int) -> None:
             if done % max(steps // 20, 1) == 0:
                 pm.replan(with_shares(pm.plan, shares[done // max(steps // 20, 1) % 2]))
             if done in (min(500, steps // 6), steps):
+                while (saving := accord_of(pm).saving) is not None and not saving.done:
+                    time.sleep(0.01)  # its file is open meanwhile
                 told[done] = held()
             if done == steps:
                 break
