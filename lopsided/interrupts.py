@@ -36,6 +36,7 @@ folders: set[str] = set()
 """What is to be removed when the process ends; who makes a temporary folder adds it."""
 
 _interrupted = threading.Event()
+_ending = threading.Lock()
 _leave_s = LEAVE_S
 _said = False
 
@@ -133,6 +134,7 @@ def answering(most_s: float) -> Iterator[None]:
 
 def end(status: int = STATUS) -> None:
     """End this process and all that it started, and remove what it keeps among the temporary files."""
+    _ending.acquire()  # for good: once what was started ends, the main thread comes here too, and would leave before
     _end_all(_descendants())
     for folder in [*folders]:
         shutil.rmtree(folder, ignore_errors=True)
