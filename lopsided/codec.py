@@ -39,6 +39,7 @@ MOST_BYTES_OF_A_FILE = 128 * 2**20
 
 _WIDTH = 140
 _MOST_CHARACTERS = 10_000
+_MOST_DOTS = 1000  # in a line of TOML: `a.a.a = 1` nests tables, which takes the square of it to read
 _HEAD_BYTES = 2**16  # of a file that is there, to see of which kind it is
 
 T = TypeVar("T")
@@ -403,6 +404,9 @@ def _parsed_json(text: str, place: Place) -> object:
 
 def parse_toml(cls: type[T], text: str, place: Place) -> T:
     """The object that a text of TOML describes."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MOST_DOTS:
+            raise place.refuse(f"line {number} has more than {_MOST_DOTS:,} dots", "write shorter lines")
     try:
         given = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
