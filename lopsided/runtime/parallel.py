@@ -156,6 +156,7 @@ class Parallel(nn.Module):
         self._inputs = self._new_inputs()
         self._planned = self._signature(self._form.read_batch(batch), None)
         watch_optimizers(self)
+        self._paced = Paced(self, self._side)
         self.__dict__["_of_model"] = {*vars(model)} - {*vars(self)} - {*vars(nn.Module())}
 
     # The model's own attributes
@@ -586,14 +587,15 @@ class Parallel(nn.Module):
         piece was moved. Every rank calls it, between two steps."""
         self.together("pm.replan")
         if plan is None:
-            return self.watch_pace().now()
+            return self._paced is not None and self._paced.now()
         take_shares(self, plan)
         return True
 
     def watch_pace(self) -> Paced:
-        """From now on every step's time is noted, and shares are changed when that is worth it."""
+        """From now on shares are changed when that is worth it."""
         if self._paced is None:
             self._paced = Paced(self, self._side)
+        self._paced.follows = True
         return self._paced
 
     @property
@@ -620,6 +622,8 @@ class Parallel(nn.Module):
         self._form, self._programs = self._no_programs()
         self._inputs = self._new_inputs()
         self._handed_out = HandedOut()
+        if self._paced is not None:
+            self._paced.begin_anew()
 
     # What is recorded
 
