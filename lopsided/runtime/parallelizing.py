@@ -144,6 +144,7 @@ def parallelize(
             check_every=check_every,
             on_nan=on_nan,
             bucket_bytes=bucket_bytes,
+            quiet=quiet,
         )
         if replan == "auto":
             pm.watch_pace()
