@@ -130,6 +130,8 @@ def parallelize(
             tell.warn(doubt)
         for line in about_plan(chosen):
             tell(line)
+        if why := world.backend_choice.why:
+            tell(f"talking over {world.backend}: {why}")
         tell("cutting the parameters")
         pm = Parallel(
             model,
