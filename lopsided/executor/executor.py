@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Layout, Redistributor
 from lopsided.executor.chunked import Unmade, run_chunked
-from lopsided.executor.compiled import StretchSurroundings, compiled_parts
+from lopsided.executor.compiled import RunCompiled, StretchSurroundings, compiled_parts
 from lopsided.executor.gradients import GradientBucket, Gradients, Synced
 from lopsided.executor.instructions import (
     BeginBackward,
@@ -103,6 +103,12 @@ class Executor:
         self.context = compiler.context
         self.gathers, self.again = compiler.gathers(schedule.forward), compiler.gathers(schedule.backward)
         self.freed = frozenset(compiler.freed)
+        self.has_run = False
+
+    @property
+    def functions(self) -> int:
+        """How many different functions it compiles."""
+        return len({one.key for one in _inside(self.instructions) if isinstance(one, RunCompiled)})
 
     def run(self, leaves: Mapping[str, Tensor], kept: dict[int, Tensor] | None = None) -> Ran:
         """One forward pass. `kept` holds gathered copies from one round of a step to the next."""
@@ -115,11 +121,19 @@ class Executor:
         )
         with surroundings(self.context), streams_of(self.random):
             run_all(self.instructions, slots, this)
+        self.has_run = True
         updates = {buffer: slots[slot].detach() for buffer, slot in self.updates}
         loss, own = slots[self.loss], slots[self.own_loss].detach()
         if self.again.first and loss.requires_grad:
             loss = BeginBackward.apply(this, loss)  # type: ignore[no-untyped-call]
         return Ran(loss, own, updates, {name: slots[slot] for name, slot in self.outputs.items()})
+
+
+def _inside(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    for one in instructions:
+        yield one
+        if isinstance(one, Region):
+            yield from _inside(one.inside)
 
 
 # From a schedule to instructions
@@ -211,7 +225,7 @@ class _Compiler:
         if not stretch_of:
             return list(made), list(regions)
         copies = frozenset(slot for (name, _), slot in self.slots.items() if name in self.targets)
-        around = StretchSurroundings(self.values, self.random, self.context, copies)
+        around = StretchSurroundings(self.values, self.random, self.context, copies, self.exchange.size == 1)
         needed, ends = _needed_after(made), self._ends()
         found: list[tuple[Instruction, str]] = []
         stretches = [stretch_of.get(i.node.name, "") if isinstance(i, RunNode) else "" for i in made]

@@ -5,7 +5,7 @@ In: what `planner` found. Out: `Plan`, plain data. `plan_file` writes it to JSON
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -20,6 +20,7 @@ from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import PricedStep, price
 from lopsided.schedule.rounds import batch_size
 from lopsided.schedule.schedule import Schedule
+from lopsided.schedule.stretches import most_nodes
 
 INTERRUPTED = "interrupted"
 """How the note begins that says so."""
@@ -118,6 +119,10 @@ class Plan:
             microbatches=self.microbatches,
             state_bits=self.state_bits,
         )
+
+    def compiled(self) -> Plan:
+        """With stretches that run as compiled functions."""
+        return replace(self, stretch=self.stretch or most_nodes(self.on.devices, len(self.program.steps)))
 
     @property
     def how(self) -> tuple[str, bool, int, tuple[Rerun, ...], tuple[OnHost, ...], int, int]:

@@ -38,7 +38,6 @@ from lopsided.profiling.profile import measure_once
 from lopsided.runtime.calls.shapes import Lengths, lengths_of
 from lopsided.runtime.progress import Announcer
 from lopsided.schedule.rounds import in_rounds
-from lopsided.schedule.stretches import most_nodes
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""
@@ -280,9 +279,8 @@ def compiled_where_wanted(plans: Sequence[Plan], compile: bool | None, device: t
         dist.all_reduce(gpus, dist.ReduceOp.MAX, group=group_to_talk())
     found = []
     for plan in plans:
-        most = plan.stretch or most_nodes(plan.on.devices, len(plan.program.steps))
         on = wanted == str(True) or (wanted == str(None) and (plan.stretch > 0 or bool(gpus.item())))
-        found.append(replace(plan, stretch=most if on else 0))
+        found.append(plan.compiled() if on else replace(plan, stretch=0))
     return tuple(found)
 
 

@@ -74,10 +74,10 @@ from lopsided.runtime.parameters.optimizers import watch_optimizers
 from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
 from lopsided.runtime.parameters.piece_tensors import plain, step_ends
 from lopsided.runtime.parameters.pieces import Piece, piece_of
+from lopsided.runtime.progress import compiling
 from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
 from lopsided.schedule.regions import reruns_in
-from lopsided.schedule.stretches import most_nodes
 
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
@@ -107,6 +107,7 @@ class Parallel(nn.Module):
         on_nan: str = "stop",
         bucket_bytes: int | None = None,
         randomness: AnyRandomness | None = None,
+        quiet: bool = True,
     ) -> None:
         super().__init__()
         self.__dict__ |= {"plan": plan, "world": world, "steps_done": 0}
@@ -120,7 +121,7 @@ class Parallel(nn.Module):
         if bucket_bytes is not None:
             self._decisions = replace(self._decisions, bucket_bytes=bucket_bytes)
         self._forwards = 0
-        self._syncing = True
+        self._syncing, self._quiet = True, quiet
         self._handed_out = HandedOut()
         self._batch = batch
         self.last_cut: RowCut | None = None  # of the last batch's rows
@@ -395,10 +396,12 @@ class Parallel(nn.Module):
         def of_round(number: int) -> dict[str, Tensor]:
             return leaves | local(number)
 
-        if trained and not self._knows_upstream and is_narrow(found.program.graph):
-            ran = run_for_values(found.executor, self._gradients, trained, of_round)
-        else:
-            ran = run_rounds(found.executor, self._gradients, trained, of_round, self._upstream)
+        new = 0 if found.executor.has_run else found.executor.functions
+        with compiling(new, quiet=self._quiet, is_first=self.world.place == 0):
+            if trained and not self._knows_upstream and is_narrow(found.program.graph):
+                ran = run_for_values(found.executor, self._gradients, trained, of_round)
+            else:
+                ran = run_rounds(found.executor, self._gradients, trained, of_round, self._upstream)
         with communicator.recorder.handshaking() if communicator.recorder is not None else nullcontext():
             self.watch.finish_handshake()
         # Every round has started from the same, and ends with the same.
@@ -515,9 +518,8 @@ class Parallel(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """What `parallelize(compile=True)` does, from the next step on. All ranks call it."""
         self.together("pm.compile")
-        stretch = self.plan.stretch or most_nodes(self.plan.on.devices, len(self.plan.program.steps))
-        self.__dict__["plan"] = replace(self.plan, stretch=stretch)
-        self._decisions = replace(self._decisions, stretch=stretch)
+        self.__dict__["plan"] = self.plan.compiled()
+        self._decisions = replace(self._decisions, stretch=self.plan.stretch)
         self._form, self._programs = self._no_programs()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -716,7 +718,7 @@ class Parallel(nn.Module):
     def _tell_all(self, loss: Tensor) -> None:
         """From the first rank that takes part to all of the world."""
         self.watch.entering("the loss, told to all ranks")
-        # By way of the host where processes share a GPU: they talk over gloo.
+        # By way of the host where they talk over gloo.
         told = loss if self.world.backend_of_all == "nccl" else loss.cpu()
         try:
             dist.broadcast(told, self.world.ranks[0])

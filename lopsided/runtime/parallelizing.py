@@ -133,6 +133,8 @@ def parallelize(
             tell.warn(doubt)
         for line in about_plan(chosen):
             tell(line)
+        if why := world.backend_choice.why:
+            tell(f"talking over {world.backend}: {why}")
         tell("cutting the parameters")
         pm = Parallel(
             model,
@@ -147,6 +149,7 @@ def parallelize(
             check_every=check_every,
             on_nan=on_nan,
             bucket_bytes=bucket_bytes,
+            quiet=quiet,
         )
         if replan == "auto":
             pm.watch_pace()

@@ -184,9 +184,9 @@ class _Lowering:
         )
         _, talks_back = sent_by(self.program.graph, one.step.node, one.step.rule)
         region = self._region(one.step)
-        # Where a region keeps what some of its nodes made, each runs by itself.
-        partly = region >= 0 and bool(self.marked[region].kept)
-        apart = partly or one.step.node.name in self.chunked
+        # A node of a region that does not run again with it runs by itself.
+        spared = region >= 0 and one.step.node.name not in self.marked[region].again
+        apart = spared or one.step.node.name in self.chunked
         takes = None if sends or talks_back or apart else tuple(item.value for item in one.made)
         return Joinable(one.step, takes, (region, self.away.get(one.step.node.name, -1)))
 

@@ -8,7 +8,7 @@ be long where gradients travel behind computing. It ends
 
     before a node that waits      for a conversion that sends something, forward or backward
     around a node that talks      which sends something by itself
-    with a checkpointed region    which runs again as a whole
+    with a checkpointed region    which runs again as a whole, but for nodes that are spared that: these stand alone
     where the model is narrow     after at most so many nodes, where the fewest values with a gradient lead on: between
                                   two layers. The latest such place is taken, so layers that repeat are cut alike
 
