@@ -69,7 +69,7 @@ from lopsided.runtime.parameters.adoption import Adopted, adopt, check_not_insid
 from lopsided.runtime.parameters.buffers import Buffers
 from lopsided.runtime.parameters.host_state import end_failed_steps, keep_on_host
 from lopsided.runtime.parameters.initial import initialise, take_first_values
-from lopsided.runtime.parameters.optimizers import watch_optimizers
+from lopsided.runtime.parameters.optimizers import settings_of, watch_optimizers
 from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
 from lopsided.runtime.parameters.piece_tensors import plain, step_ends
 from lopsided.runtime.parameters.pieces import Piece, piece_of
@@ -139,6 +139,7 @@ class Parallel(nn.Module):
         self._constant_tensors: dict[int, Tensor] = {}
         self.randomness: AnyRandomness = randomness or RankRandomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
+        self._updates = 0  # steps they have taken
         self._last_loss = LastLoss(self._here(), on_nan)
         # The gradient that losses get: that of the last, which is mostly that of the next.
         self._upstream = torch.ones((), dtype=torch.float64, device=world.device)
@@ -268,7 +269,7 @@ class Parallel(nn.Module):
         self._copies.add(made)
         made.training = self.training
         made._hold(copy.deepcopy(self._model[0], memo), self.pieces)
-        made._optimizers, made.recording = [], None
+        made._optimizers, made._updates, made.recording = [], 0, None
         made._last_loss = copy.copy(self._last_loss)
         if self.communicator is not None:
             made._gradients = made._collector()
@@ -379,6 +380,7 @@ class Parallel(nn.Module):
             f"{signature.mode.count(0)} modules in evaluation",
             told + str(handed_out),
             found.reads.text if found else self._programs.why_anew(signature),
+            f"after {self._updates} steps, {settings_of(self.optimizers())}" if self._updates else "",
             training=self.training,
             sync=self._syncing,
         )
@@ -570,6 +572,7 @@ class Parallel(nn.Module):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when it has taken it. Of several optimizers, the last to step for the first time ends a step."""
+        self._updates += 1
         if self.recording is not None and self.communicator is not None and optimizer is self._optimizers[-1]():
             # What is sent between steps (a checkpoint, a comparison of replicas) belongs to none.
             self.communicator.recorder = None
