@@ -43,7 +43,7 @@ _QUIET = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subcl
 def export_flat(module: nn.Module, tensors: tuple[Tensor, ...]) -> ExportedProgram:
     """The exported program. Gradients are on, whatever surrounds the call: this is a training step."""
     with (
-        _quiet(),
+        quiet(),
         _flat_regions(),
         _functions_watched(),
         _hooks_watched(),
@@ -107,7 +107,7 @@ def _diagonals_masked() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No warnings, no log, no half-made graph on stderr: what matters is in the exception."""
     logs = [logging.getLogger(name) for name in _QUIET]
     levels = [log.level for log in logs]

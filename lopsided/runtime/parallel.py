@@ -355,7 +355,7 @@ class Parallel(nn.Module):
         if self.training and torch.is_grad_enabled() and is_forward_alone:
             return awaited_outputs(given, self._captured.returned, self.world.device)
         if self.communicator is None:
-            return self._follow(has_loss=self._captured.has_loss and not is_forward_alone)
+            return self._follow(given, has_loss=self._captured.has_loss and not is_forward_alone)
         found, ran, cut = self._step(given, self.communicator)
         loss, *parts = self._handed_on(found, ran, cut)
         made = found.returned.rebuilt(loss, parts, has_loss=found.has_loss)
@@ -505,7 +505,7 @@ class Parallel(nn.Module):
             loss: Tensor = self._loss_fn(whole[0], *whole[1], **whole[2])
             return loss
         if self.communicator is None:
-            loss, awaited.parts = self._followed_loss(), self._no_rows()
+            loss, awaited.parts = self._followed_loss(), self._no_rows(awaited.given)
         else:
             found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs), self.communicator)
             loss, *awaited.parts = self._handed_on(found, ran, cut)
@@ -687,9 +687,9 @@ class Parallel(nn.Module):
         self.watch.at_step(self._forwards)
         outputs.remember(self)
 
-    def _follow(self, *, has_loss: bool) -> Any:
+    def _follow(self, given: Given, *, has_loss: bool) -> Any:
         """The loss, as the others tell it, and no rows of anything else."""
-        return self._captured.returned.rebuilt(self._followed_loss(), self._no_rows(), has_loss=has_loss)
+        return self._captured.returned.rebuilt(self._followed_loss(), self._no_rows(given), has_loss=has_loss)
 
     def _followed_loss(self) -> Tensor:
         self._begin_step()
@@ -699,12 +699,12 @@ class Parallel(nn.Module):
             loss = _Followed.apply(self, loss.requires_grad_())  # type: ignore[no-untyped-call]
         return loss
 
-    def _no_rows(self) -> list[Tensor]:
-        values = self._captured.whole.values
-        return [
-            torch.zeros((0, *values[name].shape[1:]), dtype=values[name].torch_dtype, device=self.world.device)
-            for name in self._captured.returned.names
-        ]
+    def _no_rows(self, given: Given) -> list[Tensor]:
+        """Outputs on a rank that has no rows of a batch; given the whole batch, it would have to have the whole."""
+        named, device = [self._captured.whole.values[name] for name in self._captured.returned.names], self.world.device
+        if any(tensor.dim() and tensor.shape[0] for tensor in given.tensors.values()):
+            return [outputs.not_here(value.shape, value.torch_dtype, device, self._here()) for value in named]
+        return [torch.zeros((0, *value.shape[1:]), dtype=value.torch_dtype, device=device) for value in named]
 
     def _send_to_bystanders(self, loss: Tensor) -> None:
         if len(self.world.ranks) < self.world.size:

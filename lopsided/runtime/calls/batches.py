@@ -11,7 +11,8 @@ same in another world and under another plan.
   generator made of the seed; samplers of your own are iterated as they are, with the default generators of torch,
   Python and numpy seeded alike on every process while they draw.
 - Anything else (a list of batches, a generator, an `IterableDataset`): every process iterates, and so loads,
-  everything, and keeps its rows. It must give every process the same batches.
+  everything, and keeps its rows. It must give every process the same batches: of whole numbers in them some are
+  compared.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import hashlib
 import itertools
 import random
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +51,7 @@ from lopsided.ir.graph import Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of, start_of
 from lopsided.runtime.calls.call_form import HandedOut
 from lopsided.runtime.parallel import Parallel
+from lopsided.runtime.parameters.replicas import some_of
 
 _END = object()
 _MANY = 1 << 20
@@ -117,18 +120,18 @@ class ShardedLoader:
         if not self._goes_on and self.batches:
             self.epoch, self.batches = self.epoch + 1, 0
         self._goes_on = False
-        for batch, rows in self._followed():
+        for batch, rows, content in self._followed():
             self.batches += 1
             if self._padding is not None:
                 batch = self._padding.fill(batch)
-            self.handed_out = HandedOut(f"batch {self.batches} of epoch {self.epoch}", rows)
+            self.handed_out = HandedOut(f"batch {self.batches} of epoch {self.epoch}{content}", rows)
             self.handed_out.mark(batch)
             self._tell(self.handed_out)
             yield batch
         self._tell(HandedOut())  # what comes next was not cut here
         self.epoch, self.batches = self.epoch + 1, 0
 
-    def _followed(self) -> Iterator[tuple[Any, int]]:
+    def _followed(self) -> Iterator[_Batch]:
         """The batches of this epoch that are left; when shares change on the way, those that are left then, anew."""
         self._follow()
         while True:
@@ -170,6 +173,14 @@ class ShardedLoader:
             batches = batches * before // now
         self.epoch, self.batches, self.seed = int(state["epoch"]), batches, int(state["seed"])
         self._goes_on = True
+
+
+_Batch = tuple[Any, int, str]  # what this process gets, the rows of the whole batch, and what tells it from others
+
+
+def _holding(numbers: bytes) -> str:
+    """What all processes must have drawn alike: each keeps its rows alone, and would not see that they differ."""
+    return f" holding {zlib.crc32(numbers):08x}"
 
 
 # Which rows
@@ -381,7 +392,7 @@ class _Indexed:
         self._tells = pm.world.rank == 0
         self._indices = _Indices()
         # Of batches that were drawn and not handed out yet (workers are ahead): the rows in all, and of this process.
-        self._drawn: deque[tuple[int, int]] = deque()
+        self._drawn: deque[tuple[int, int, str]] = deque()
         self._own = None if rows.never else self._loader_of_own()
         self._nothing = [
             torch.zeros((0, *value.shape[1:]) if value.shape else (), dtype=value.torch_dtype)
@@ -418,12 +429,12 @@ class _Indexed:
     def count(self) -> int:
         return _length(self._sampler)
 
-    def open(self, seed: int, skip: int) -> Iterator[tuple[Any, int]]:
-        """The batches of an epoch from number `skip` on, and how many rows each has in all."""
+    def open(self, seed: int, skip: int) -> Iterator[_Batch]:
+        """The batches of an epoch from number `skip` on."""
         wanted = itertools.islice(self._global_batches(seed), skip, None)
         own, rows = self._own, self._rows
         if own is None:
-            return ((self._no_rows(), len(indices)) for indices in wanted)
+            return ((self._no_rows(), len(indices), _of_samples(indices)) for indices in wanted)
         # Rows that several processes load must be the same for all; rows of one are augmented on their own.
         dice = _Dice(_mixed(seed, skip, "all" if rows.all else rows.part(rows.batch)[0]))
         self._drawn.clear()
@@ -432,17 +443,21 @@ class _Indexed:
 
     def _part(self, indices: Sequence[Any]) -> list[Any]:
         part = list(itertools.islice(indices, *self._rows.part(len(indices))))
-        self._drawn.append((len(indices), len(part)))
+        self._drawn.append((len(indices), len(part), _of_samples(indices)))
         return part
 
-    def _in_order(self, loaded: Iterator[Any]) -> Iterator[tuple[Any, int]]:
+    def _in_order(self, loaded: Iterator[Any]) -> Iterator[_Batch]:
         """What was loaded, with batches of no rows where a small batch has none for this process."""
         for batch in loaded:
             while not self._drawn[0][1]:
-                yield self._no_rows(), self._drawn.popleft()[0]
-            yield batch, self._drawn.popleft()[0]
+                yield self._no_rows(), *self._next_drawn()
+            yield batch, *self._next_drawn()
         while self._drawn:
-            yield self._no_rows(), self._drawn.popleft()[0]
+            yield self._no_rows(), *self._next_drawn()
+
+    def _next_drawn(self) -> tuple[int, str]:
+        rows, _, content = self._drawn.popleft()
+        return rows, content
 
     def _no_rows(self) -> Any:
         # Tensors of their own: each knows which batch it is of.
@@ -458,6 +473,12 @@ class _Indexed:
                 self._tells = _tell_of_a_short_batch(len(indices), self._rows.batch, self._tells)
                 continue
             yield indices
+
+
+def _of_samples(indices: Sequence[Any]) -> str:
+    """Samplers of a stranger may draw by random numbers of their own."""
+    numbers = [one for one in indices if isinstance(one, int | np.integer)]
+    return _holding(np.asarray(numbers, dtype=np.int64).tobytes()) if len(numbers) == len(indices) else ""
 
 
 def _length(of: object) -> int:
@@ -500,10 +521,11 @@ class _Streamed:
     def count(self) -> int:
         return _length(self._loader)
 
-    def open(self, seed: int, skip: int) -> Iterator[tuple[Any, int]]:
+    def open(self, seed: int, skip: int) -> Iterator[_Batch]:
         for batch in itertools.islice(self._whole_batches(seed), skip, None):
             rows = self._rows_in(batch)
-            yield batch if self._rows.all else _with_rows(batch, rows, *self._rows.part(rows)), rows
+            mine = batch if self._rows.all else _with_rows(batch, rows, *self._rows.part(rows))
+            yield mine, rows, _of_content(batch)
 
     def _rows_in(self, batch: Any) -> int:
         """The planned number where some tensor has it, or else the number that all have."""
@@ -518,6 +540,13 @@ class _Streamed:
                 self._tells = _tell_of_a_short_batch(rows, self._rows.batch, self._tells)
                 continue
             yield batch
+
+
+def _of_content(batch: object) -> str:
+    """Of whole numbers alone: labels and words say which samples these are, however each process augments its rows."""
+    found = [one for one in pytree.tree_leaves(batch) if isinstance(one, Tensor) and one.is_cpu and one.numel()]
+    whole = [some_of(one) for one in found if not (one.is_floating_point() or one.is_complex())]
+    return _holding(torch.cat([one.reshape(-1).long() for one in whole]).numpy().tobytes()) if whole else ""
 
 
 def _lengths(batch: object) -> Iterator[int]:

@@ -377,6 +377,14 @@ def usual_loop_beside_an_idle_device() -> tuple[float, int]:
             optimizer.zero_grad()
             losses.append(loss.detach())
         worst.append(far(*losses))
+    output, told = pm(tokens_of()), ""
+    pm.loss_fn(output, target_of())
+    try:
+        output.argmax(1)
+    except lopsided.LopsidedError as error:
+        told = str(error)
+    assert ("leaves this rank's device idle" in told) == (pm.world.place < 0)
+    worst.append(far(lopsided.gather(output), alone(tokens_of())))
     pm.eval()
     with torch.no_grad():
         for (x, y), (own_x, own_y) in zip(whole, lopsided.shard(whole, pm), strict=True):
