@@ -119,9 +119,7 @@ def _taken_over(graph: Graph, program: Program, book: RuleBook) -> Program | Non
         return None
     if [leaf.value.name for leaf in graph.leaves] != [leaf.value.name for leaf in program.graph.leaves]:
         return None
-    nodes = {node.name: node for node in graph.nodes}
-    steps = tuple(Step(nodes[step.node.name], step.rule, step.chains) for step in program.steps)
-    found = Program(graph, program.leaves, steps, program.loss, program.updates)
+    found = program.for_graph(graph)
     try:
         check_program(found, book)
     except LopsidedError:

@@ -61,6 +61,7 @@ from lopsided.runtime.calls.last_loss import LastLoss
 from lopsided.runtime.calls.output_rounds import outputs_of_rounds
 from lopsided.runtime.calls.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.calls.programs import CallProgram, Programs
+from lopsided.runtime.checkpoint.state import save_whole
 from lopsided.runtime.live.moving import take_shares
 from lopsided.runtime.live.paced import Paced
 from lopsided.runtime.out_of_memory import explain
@@ -73,7 +74,6 @@ from lopsided.runtime.parameters.optimizers import settings_of, watch_optimizers
 from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
 from lopsided.runtime.parameters.piece_tensors import plain, step_ends
 from lopsided.runtime.parameters.pieces import Piece, piece_of
-from lopsided.runtime.parameters.whole_model import save_whole
 from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
 from lopsided.schedule.regions import reruns_in
