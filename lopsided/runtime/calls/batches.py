@@ -22,7 +22,6 @@ import hashlib
 import itertools
 import random
 import warnings
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,9 +48,8 @@ from lopsided.comm.world import World, group_to_talk, waiting
 from lopsided.errors import BatchError
 from lopsided.ir.graph import Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of, start_of
-from lopsided.runtime.calls.call_form import HandedOut
+from lopsided.runtime.calls.call_form import HandedOut, told_of_batch, told_of_samples
 from lopsided.runtime.parallel import Parallel
-from lopsided.runtime.parameters.replicas import some_of
 
 _END = object()
 _MANY = 1 << 20
@@ -176,11 +174,6 @@ class ShardedLoader:
 
 
 _Batch = tuple[Any, int, str]  # what this process gets, the rows of the whole batch, and what tells it from others
-
-
-def _holding(numbers: bytes) -> str:
-    """What all processes must have drawn alike: each keeps its rows alone, and would not see that they differ."""
-    return f" holding {zlib.crc32(numbers):08x}"
 
 
 # Which rows
@@ -434,7 +427,7 @@ class _Indexed:
         wanted = itertools.islice(self._global_batches(seed), skip, None)
         own, rows = self._own, self._rows
         if own is None:
-            return ((self._no_rows(), len(indices), _of_samples(indices)) for indices in wanted)
+            return ((self._no_rows(), len(indices), told_of_samples(indices)) for indices in wanted)
         # Rows that several processes load must be the same for all; rows of one are augmented on their own.
         dice = _Dice(_mixed(seed, skip, "all" if rows.all else rows.part(rows.batch)[0]))
         self._drawn.clear()
@@ -443,7 +436,7 @@ class _Indexed:
 
     def _part(self, indices: Sequence[Any]) -> list[Any]:
         part = list(itertools.islice(indices, *self._rows.part(len(indices))))
-        self._drawn.append((len(indices), len(part), _of_samples(indices)))
+        self._drawn.append((len(indices), len(part), told_of_samples(indices)))
         return part
 
     def _in_order(self, loaded: Iterator[Any]) -> Iterator[_Batch]:
@@ -473,12 +466,6 @@ class _Indexed:
                 self._tells = _tell_of_a_short_batch(len(indices), self._rows.batch, self._tells)
                 continue
             yield indices
-
-
-def _of_samples(indices: Sequence[Any]) -> str:
-    """Samplers of a stranger may draw by random numbers of their own."""
-    numbers = [one for one in indices if isinstance(one, int | np.integer)]
-    return _holding(np.asarray(numbers, dtype=np.int64).tobytes()) if len(numbers) == len(indices) else ""
 
 
 def _length(of: object) -> int:
@@ -525,7 +512,7 @@ class _Streamed:
         for batch in itertools.islice(self._whole_batches(seed), skip, None):
             rows = self._rows_in(batch)
             mine = batch if self._rows.all else _with_rows(batch, rows, *self._rows.part(rows))
-            yield mine, rows, _of_content(batch)
+            yield mine, rows, told_of_batch(batch)
 
     def _rows_in(self, batch: Any) -> int:
         """The planned number where some tensor has it, or else the number that all have."""
@@ -540,13 +527,6 @@ class _Streamed:
                 self._tells = _tell_of_a_short_batch(rows, self._rows.batch, self._tells)
                 continue
             yield batch
-
-
-def _of_content(batch: object) -> str:
-    """Of whole numbers alone: labels and words say which samples these are, however each process augments its rows."""
-    found = [one for one in pytree.tree_leaves(batch) if isinstance(one, Tensor) and one.is_cpu and one.numel()]
-    whole = [some_of(one) for one in found if not (one.is_floating_point() or one.is_complex())]
-    return _holding(torch.cat([one.reshape(-1).long() for one in whole]).numpy().tobytes()) if whole else ""
 
 
 def _lengths(batch: object) -> Iterator[int]:
