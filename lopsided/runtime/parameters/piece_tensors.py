@@ -351,7 +351,7 @@ def _largest(numbers: Tensor, of: Of, what: str) -> Tensor:
 
 
 def _sum(local: Tensor, of: Of, name: str, args: Arguments, kwargs: Keywords) -> Tensor:
-    found = local.sum(dtype=kwargs.get("dtype"))
+    found = getattr(local, name)(dtype=kwargs.get("dtype"))
     return _added_up(found, of, name).to(found.dtype)
 
 
