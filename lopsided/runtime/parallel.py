@@ -70,7 +70,7 @@ from lopsided.runtime.parameters.adoption import Adopted, adopt, check_not_insid
 from lopsided.runtime.parameters.buffers import Buffers
 from lopsided.runtime.parameters.host_state import end_failed_steps, keep_coded, keep_on_host
 from lopsided.runtime.parameters.initial import initialise, take_first_values
-from lopsided.runtime.parameters.optimizers import watch_optimizers
+from lopsided.runtime.parameters.optimizers import settings_of, watch_optimizers
 from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
 from lopsided.runtime.parameters.piece_tensors import plain, step_ends
 from lopsided.runtime.parameters.pieces import Piece, piece_of
@@ -140,6 +140,7 @@ class Parallel(nn.Module):
         self._constant_tensors: dict[int, Tensor] = {}
         self.randomness: AnyRandomness = randomness or RankRandomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
+        self._updates = 0  # steps they have taken
         self._last_loss = LastLoss(self._here(), on_nan)
         # The gradient that losses get: that of the last, which is mostly that of the next.
         self._upstream = torch.ones((), dtype=torch.float64, device=world.device)
@@ -272,7 +273,7 @@ class Parallel(nn.Module):
         self._copies.add(made)
         made.training = self.training
         made._hold(copy.deepcopy(self._model[0], memo), self.pieces)
-        made._optimizers, made.recording = [], None
+        made._optimizers, made._updates, made.recording = [], 0, None
         made._last_loss = copy.copy(self._last_loss)
         if self.communicator is not None:
             made._gradients = made._collector()
@@ -358,7 +359,7 @@ class Parallel(nn.Module):
         if self.training and torch.is_grad_enabled() and is_forward_alone:
             return awaited_outputs(given, self._captured.returned, self.world.device)
         if self.communicator is None:
-            return self._follow(has_loss=self._captured.has_loss and not is_forward_alone)
+            return self._follow(given, has_loss=self._captured.has_loss and not is_forward_alone)
         found, ran, cut = self._step(given, self.communicator)
         loss, *parts = self._handed_on(found, ran, cut)
         made = found.returned.rebuilt(loss, parts, has_loss=found.has_loss)
@@ -383,6 +384,7 @@ class Parallel(nn.Module):
             f"{signature.mode.count(0)} modules in evaluation",
             told + str(handed_out),
             found.reads.text if found else self._programs.why_anew(signature),
+            f"after {self._updates} steps, {settings_of(self.optimizers())}" if self._updates else "",
             training=self.training,
             sync=self._syncing,
         )
@@ -509,7 +511,7 @@ class Parallel(nn.Module):
             loss: Tensor = self._loss_fn(whole[0], *whole[1], **whole[2])
             return loss
         if self.communicator is None:
-            loss, awaited.parts = self._followed_loss(), self._no_rows()
+            loss, awaited.parts = self._followed_loss(), self._no_rows(awaited.given)
         else:
             found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs), self.communicator)
             loss, *awaited.parts = self._handed_on(found, ran, cut)
@@ -575,6 +577,7 @@ class Parallel(nn.Module):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when it has taken it. Of several optimizers, the last to step for the first time ends a step."""
+        self._updates += 1
         if self.recording is not None and self.communicator is not None and optimizer is self._optimizers[-1]():
             # What is sent between steps (a checkpoint, a comparison of replicas) belongs to none.
             self.communicator.recorder = None
@@ -692,9 +695,9 @@ class Parallel(nn.Module):
         self.watch.at_step(self._forwards)
         outputs.remember(self)
 
-    def _follow(self, *, has_loss: bool) -> Any:
+    def _follow(self, given: Given, *, has_loss: bool) -> Any:
         """The loss, as the others tell it, and no rows of anything else."""
-        return self._captured.returned.rebuilt(self._followed_loss(), self._no_rows(), has_loss=has_loss)
+        return self._captured.returned.rebuilt(self._followed_loss(), self._no_rows(given), has_loss=has_loss)
 
     def _followed_loss(self) -> Tensor:
         self._begin_step()
@@ -704,12 +707,12 @@ class Parallel(nn.Module):
             loss = _Followed.apply(self, loss.requires_grad_())  # type: ignore[no-untyped-call]
         return loss
 
-    def _no_rows(self) -> list[Tensor]:
-        values = self._captured.whole.values
-        return [
-            torch.zeros((0, *values[name].shape[1:]), dtype=values[name].torch_dtype, device=self.world.device)
-            for name in self._captured.returned.names
-        ]
+    def _no_rows(self, given: Given) -> list[Tensor]:
+        """Outputs on a rank that has no rows of a batch; given the whole batch, it would have to have the whole."""
+        named, device = [self._captured.whole.values[name] for name in self._captured.returned.names], self.world.device
+        if any(tensor.dim() and tensor.shape[0] for tensor in given.tensors.values()):
+            return [outputs.not_here(value.shape, value.torch_dtype, device, self._here()) for value in named]
+        return [torch.zeros((0, *value.shape[1:]), dtype=value.torch_dtype, device=device) for value in named]
 
     def _send_to_bystanders(self, loss: Tensor) -> None:
         if len(self.world.ranks) < self.world.size:
