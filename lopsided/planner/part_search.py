@@ -28,7 +28,7 @@ _ROUNDS = 2  # of search and balance in turn, after the first from a seed
 _CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
 _SHORT = 2  # of the programs that do not fit are tried with something run again
 _HALVINGS = 3  # of what lies between them
-_ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
+ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
 _FAR = 1.15  # times the best step: a part whose first candidate takes longer is left at that
 _CLOSE = 1.1  # times the best step: a part whose first seed led to more has no others
 
@@ -94,12 +94,12 @@ class PartSearch:
         if self.hidden is not None:
             return self._turn(name, shares, self.hidden)
         best: Candidate | None = None
-        for estimate in (*_ESTIMATES, None):
+        for estimate in (*ESTIMATES, None):
             hidden = estimate or self._covered(best)
-            if self._is_hopeless(best) or (self.memory_price and estimate not in _ESTIMATES[:2]):
+            if self._is_hopeless(best) or (self.memory_price and estimate not in ESTIMATES[:2]):
                 # Where memory decides, what is hidden does not.
                 continue
-            if estimate is None and any(max(abs(hidden[k] - e[k]) for k in (0, 1)) < 0.15 for e in _ESTIMATES):
+            if estimate is None and any(max(abs(hidden[k] - e[k]) for k in (0, 1)) < 0.15 for e in ESTIMATES):
                 continue
             made = self._turn(name, shares, hidden)
             if made is None:
