@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +15,28 @@ from lopsided.cluster.cluster import Cluster, Link
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program, RuleBook, Step, check_program
+from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
-from lopsided.planner.baselines import STATE
+from lopsided.planner.baselines import STATE, data_parallel, stored_cut
 from lopsided.planner.pins import stores_of
 from lopsided.planner.planner import plan_graph
+from lopsided.planner.recompute import blocks_of
 from lopsided.planner.same_storage import (
+    _taken_over,
+    best_on,
+    parse_stored_program,
     plan_for_shapes,
     step_on,
+    stored_program,
 )
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
-from lopsided.schedule.decisions import Decisions
+from lopsided.schedule.decisions import Decisions, Rerun
 from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import price
 from lopsided.schedule.timeline import run
 from tests.support.clusters import cluster, kinds
+from tests.support.jobs import plan_of, prices_of
+from tests.support.small_net import THREE
 
 SPEC = "gpt2:layers=1,width=16,heads=2,vocab=31,dropout=0,batch=6,seq={}"
 SHORT, LONG = 2, 24
@@ -128,3 +138,38 @@ def test_no_storage_of_a_small_case_is_better_and_none_suits_both_lengths() -> N
         found = sum(weights[length] * step_on(graph, plan) for length, graph in graphs.items())
         # Shares of the plan are finer than thirds.
         assert found <= best * (1 + 1e-9)
+
+
+@cache
+def text_of(length: int) -> Graph:
+    return capture(*load(SPEC.format(length)))
+
+
+def test_a_length_can_do_as_the_plan_does_in_units_of_its_own() -> None:
+    """Rows of text are cut between texts, so in units of a length: those of the plan are no rule of another."""
+    book = derive_rules(text_of(12))
+    plan = plan_of(stored_cut(data_parallel(book, prices_of(book.graph, THREE))), THREE)
+    assert "S0/12" in str(plan.program)
+    found = _taken_over(text_of(5), plan.program, derive_rules(text_of(5)))
+    assert found is not None
+    assert str(found) == str(plan.program).replace("S0/12", "S0/5")
+
+
+def test_what_only_the_planned_shape_needs_is_not_done_for_others() -> None:
+    """A plan that gathers parameters again and runs a layer again, for lack of memory: a short batch has room."""
+    book = derive_rules(text_of(12))
+    plan = plan_of(stored_cut(data_parallel(book, prices_of(book.graph, THREE))), THREE, regather=True)
+    blocks = blocks_of(plan.graph)
+    names = [node.name for node in plan.graph.nodes]
+    plan = replace(plan, reruns=tuple(Rerun(names[start], names[end - 1]) for start, end in blocks[:1]))
+    short = stored_program(text_of(5), plan)
+    assert not short.decisions.regather
+    assert not short.decisions.reruns
+    assert parse_stored_program(str(short), text_of(5)) == short
+    # Where there is no room, both are taken over, or more.
+    kept = best_on(text_of(5), plan).memory[0]
+    small = replace(plan.on.kinds[0], memory_bytes=int(kept * 0.99))
+    tight = replace(plan, on=replace(plan.on, kinds=(small,)))
+    found = best_on(text_of(5), tight)
+    assert found.regather or found.reruns
+    assert found.memory[0] < kept

@@ -19,8 +19,9 @@ from lopsided.ir.placement import I, S, Shares
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.planner import plan_graph
-from lopsided.planner.same_storage import plan_for_shapes, step_on
+from lopsided.planner.same_storage import StoredProgram, plan_for_shapes, step_on, stored_program
 from lopsided.runtime.calls.shapes import _fewest_filled, at_length, lengths_of
+from lopsided.schedule.lower import lower
 from lopsided.verification.verifier import random_program
 from tests.support.jobs import cluster_of, plan_of
 
@@ -92,7 +93,13 @@ def trained() -> tuple[list[float], list[float], int]:
     batches = [{"input_ids": text, "labels": text} for text in texts]
     pm = lopsided.parallelize(model, batches[-1], cluster=cluster_of(3), batches=batches)
     losses = [float(pm(**batch)) for batch in lopsided.shard(batches, pm, pad={"input_ids": 0, "labels": -100})]
-    return losses, [float(alone(**batch)) for batch in batches], len(pm._programs._calls)
+    made = [program for programs in pm._programs._calls.values() for program in programs]
+    for one in made:
+        # What was predicted for a length is what runs: the program, the size of buckets, what is gathered again.
+        planned = StoredProgram(pm.plan.program, pm.plan.decisions)
+        chosen = planned if one.program == planned.program else stored_program(one.program.graph, pm.plan)
+        assert one.executor.schedule == lower(chosen.program, chosen.decisions)
+    return losses, [float(alone(**batch)) for batch in batches], len(made)
 
 
 def test_every_length_has_one_devices_loss_and_programs_are_few(worker_pools: Callable[[int], WorkerPool]) -> None:
