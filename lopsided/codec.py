@@ -39,7 +39,8 @@ MOST_BYTES_OF_A_FILE = 128 * 2**20
 
 _WIDTH = 140
 _MOST_CHARACTERS = 10_000
-_HEAD_BYTES = 2**16  # of a file that is there, to see of which kind it is
+# So much is read of a file that is there, to see of which kind it is.
+_HEAD_BYTES = 2**16
 
 T = TypeVar("T")
 

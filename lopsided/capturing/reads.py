@@ -36,10 +36,13 @@ from lopsided.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, type(None), np.generic, torch.dtype, torch.device)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, Enum)
-_OWN = frozenset((*vars(nn.Module()), *vars(nn.Module)))  # what every module has; the mode is known elsewhere
+# What every module has; whether it is in training is known elsewhere.
+_OWN = frozenset((*vars(nn.Module()), *vars(nn.Module)))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_MOST = 200  # entries of a configuration that are worth watching
-_DEEPEST = 3  # that a configuration is looked through
+# A configuration with more entries than this is not watched.
+_MOST = 200
+# How deep a configuration is looked through.
+_DEEPEST = 3
 
 
 class HasValues(Protocol):
@@ -221,7 +224,7 @@ class LeftTensor:
 
 
 class NotStored:
-    """In place of a tensor that forward stores in an attribute."""
+    """Stands for a tensor that forward stores in an attribute."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name

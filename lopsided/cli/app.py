@@ -258,7 +258,7 @@ def _ops_named(op: str) -> list[str]:
         named = [name for name in TABLE if op in (name, name.split(".")[1])]
         if named:
             raise ModelError(
-                f"{named[0]} has a line but no sample", do="add one to its family in lopsided/ops/samples/"
+                f"{named[0]} has a line but no sample", do="add one to the `samples` of its family in lopsided/ops/"
             )
         raise ModelError(f"no op {op!r} in the table", do=f"{hint}`lopsided rules --list` names all {len(ops)}")
     return found

@@ -55,7 +55,8 @@ from lopsided.report.plan_tables import (
 from lopsided.report.table import DATA, Column, Row, Table, bytes_text, plural, records, text_lines
 from lopsided.schedule.cost import optimizer_named
 
-_ANSWER_S = 20.0  # for a plan to be made of what was found so far
+# Seconds, after an interrupt, for a plan to be made of what was found so far.
+_ANSWER_S = 20.0
 
 
 def plan_command(

@@ -50,14 +50,13 @@ from lopsided.verification.on_processes import (
     Claim,
     ProcessesJob,
     Subject,
-    check_memory,
     jobs_at_large,
     jobs_of_plan,
     on_simulated_devices,
     planned,
     prove,
 )
-from lopsided.verification.verifier import verify
+from lopsided.verification.verifier import check_memory, verify
 
 _PATIENCE_S = 3600.0
 _PASSED_ON = "torchrun"
@@ -168,7 +167,7 @@ def verify_runs(
     if plan_file:
         subject, plan = planned(subject, plan_file, graph)
         devices = plan.on.devices
-    check_memory(graph, devices)
+    check_memory(graph, devices, processes=processes)
     # Is it the model that the programs are compared with?
     captured = verify(module, data, programs=0, seed=seed)
     claims = [Claim("the captured graph", captured.capture_error, "", captured.capture_tolerance)]

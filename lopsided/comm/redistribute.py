@@ -243,7 +243,7 @@ class _Reshard:
 
     @cached_property
     def shapes(self) -> list[Shape]:
-        """Of what comes from each device."""
+        """The shapes of what comes from each device."""
         found = []
         for d, shape in enumerate(self.source.local_shapes):
             local = list(self.to.local_shapes[self.rank] if self.recuts else shape)

@@ -175,7 +175,7 @@ def patience_s() -> float:
 
 
 class Watches(Protocol):
-    """Who knows what the other ranks do (`lopsided.comm.watchdog`)."""
+    """Knows what the other ranks do (`lopsided.comm.watchdog`)."""
 
     def entering(self, what: str) -> None: ...
     def left(self) -> None: ...
@@ -346,7 +346,7 @@ def lasting_group(use: str, ranks: Sequence[int], backend: str, timeout_s: float
     return _lasting[1][key]
 
 
-_lasting: tuple[object, dict[object, dist.ProcessGroup]] | None = None  # of which default group
+_lasting: tuple[object, dict[object, dist.ProcessGroup]] | None = None  # the default group, and groups beside it
 
 
 def default_store() -> Store:

@@ -30,6 +30,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.ir.placement import start_of
 from lopsided.models.by_name import load
 from lopsided.profiling.measure import measure
+from lopsided.profiling.noise import wait_for
 from lopsided.runtime.calls.batches import shard
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.parallelizing import parallelize
@@ -79,12 +80,12 @@ class Part:
     """What a worker has to do with the plan."""
 
     takes_part: bool
-    share: float  # of the work
+    share: float  # its part of the work
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Of each contestant: what this worker spent, and the losses of the steps (the global ones)."""
+    """What this worker spent on each contestant, and the losses of the steps (the global ones)."""
 
     spent: dict[str, Spent]
     losses: dict[str, list[float]]
@@ -179,11 +180,6 @@ def _update(optimizer: torch.optim.Optimizer) -> float:
     return time.perf_counter() - started
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # Jobs of the parent
 
 _here: dict[str, Contestant] = {}  # the contestants in this worker, between jobs
@@ -224,7 +220,7 @@ def run_round(order: Sequence[str], devices: tuple[str, ...], steps: int) -> Rou
                 told.append(loss)
                 optimizer_s += updating_s
                 waited_s += standing_s
-            _finish(device)
+            wait_for(device)
         spent[name] = Spent(time.perf_counter() - started, optimizer_s, waited_s)
         dist.barrier()
         # Added up when nobody's clock is running.

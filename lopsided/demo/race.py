@@ -179,7 +179,7 @@ def _race(pool: WorkerPool, pace: Pace, devices: tuple[str, ...], say: Say) -> l
 
 def _speeds(found: Plan) -> list[float]:
     dtype = speed_dtype(found.graph)
-    return [kind.flops(dtype) for kind in found.cluster.kinds for _ in range(kind.devices)]
+    return [kind.flops(dtype) for kind in found.cluster.device_kinds]
 
 
 def _rows(batch: int, weights: Sequence[float]) -> tuple[int, ...]:

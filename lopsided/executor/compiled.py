@@ -188,7 +188,8 @@ class RunCompiled(Instruction):
 # Compiling
 
 _FUNCTIONS: dict[object, Function | None] = {}
-_COMPILING = threading.Lock()  # ranks may be threads of one process, and a compiler's settings belong to the process
+# Ranks may be threads of one process, and a compiler's settings belong to the process.
+_COMPILING = threading.Lock()
 
 
 def function_of(nodes: RunCompiled, operands: Sequence[Tensor]) -> Function | None:

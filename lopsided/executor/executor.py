@@ -143,9 +143,7 @@ class _Compiler:
         self.targets = {leaf.value.name: leaf.target for leaf in self.program.graph.parameters}
         self.stored = dict(self.program.leaves)
         self.slots: dict[tuple[str, Placement], int] = {}
-        made = {
-            v.name: at for step in self.program.steps for v, at in zip(step.node.results, step.rule.gives, strict=True)
-        }
+        made = dict(fact for step in self.program.steps for fact in step.made)
         self.placed = {name: made[name] if name in made else self.stored[name] for name in outputs}
         last = len(schedule.backward) - len(list(itertools.takewhile(_is_reduce, reversed(schedule.backward))))
         self.buckets = {
@@ -204,7 +202,7 @@ class _Compiler:
         return list(self._in_regions(made, regions))
 
     def _in_stretches(self, made: Sequence[Instruction], regions: Sequence[str]) -> tuple[list[Instruction], list[str]]:
-        """With the nodes of a stretch, which follow each other, in as few functions as can be."""
+        """Instructions with the nodes of a stretch, which follow each other, in as few functions as can be."""
         stretch_of = {n: item.id for item in self.schedule.forward if isinstance(item, Stretch) for n in item.nodes}
         if not stretch_of:
             return list(made), list(regions)
@@ -243,7 +241,7 @@ class _Compiler:
         if node.node.name != chunked.nodes[-1]:
             return None
         nodes, self.of_head = self.of_head, []
-        calls = [Call(one.node, tuple(self.values[name] for name in one.node.operands)) for one in nodes]
+        calls = [Call.of(one.node, self.values) for one in nodes]
         shown = [k for k, one in enumerate(nodes[:-1]) if one.node.results[0].name in self.placed]
         talks = self.schedule.steps[node.node.name].rule.how != "plain"
         answer = self.answers[node.node.name] if talks else None
@@ -280,15 +278,15 @@ class _Compiler:
     def _run_node(self, item: Compute) -> RunNode:
         step = self.schedule.steps[item.node]
         node = step.node
-        call = Call(node, tuple(self.values[name] for name in node.operands))
+        call = Call.of(node, self.values)
         op = LocalOp(call, step.rule, self.exchange, self.random, self.device)
         self.answers[node.name] = op.answer
         context = node.context if replace(node.context, recompute=0) != self.context else None
         return RunNode(
             node,
             op.run,
-            tuple(self.slots[key] for key in zip(node.operands, step.rule.needs, strict=True)),
-            tuple(self.slot(value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True)),
+            tuple(self.slots[fact] for fact in step.needed),
+            tuple(self.slot(*fact) for fact in step.made),
             tuple(value.grad for value in node.results),
             context,
             tuple(self.slots[copy] for copy in self.before.get(node.name, ())),

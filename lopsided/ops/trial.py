@@ -21,7 +21,8 @@ from torch import Tensor
 from lopsided.errors import LopsidedError
 from lopsided.ir.graph import Value
 from lopsided.ir.notation import Rule
-from lopsided.ir.placement import I, P, Placement, R, join_pieces
+from lopsided.ir.placement import P, Placement, R, join_pieces
+from lopsided.ir.program import whole_rule
 from lopsided.ops.op import Call
 from lopsided.ops.simulated_devices import Parts, SeededRandomness, cotangent, move, run_rule, sum_parts
 
@@ -61,7 +62,7 @@ def _draw(value: Value, low: float, high: float, call: Call, generator: torch.Ge
 
 def run_whole(call: Call, operands: Sequence[Tensor], random: SeededRandomness) -> list[Tensor]:
     """The call on one device."""
-    rule = Rule((I,) * len(operands), (I,) * len(call.node.results))
+    rule = whole_rule(call.node)
     return [parts[0] for parts in run_rule(call, rule, [[t] for t in operands], (1.0,), random)]
 
 
@@ -223,7 +224,7 @@ def edge_operands(call: Call, operands: Sequence[Tensor]) -> dict[str, list[Tens
 
 def _runs(call: Call, operands: Sequence[Tensor]) -> bool:
     """Whether one device can run the call on these, forward and backward."""
-    try_whole = Rule((I,) * len(operands), (I,) * len(call.node.results))
+    try_whole = whole_rule(call.node)
     return try_rule(call, operands, try_whole, (1.0,), edge=True) == 0
 
 

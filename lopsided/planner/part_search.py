@@ -24,13 +24,20 @@ from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden
 from lopsided.schedule.decisions import BUCKET_BYTES
 
-_ROUNDS = 2  # of search and balance in turn, after the first from a seed
-_CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
-_SHORT = 2  # of the programs that do not fit are tried with something run again
-_HALVINGS = 3  # of what lies between them
+# Search and balance take two turns more after the first from a seed.
+_ROUNDS = 2
+# The prices of memory that are tried: a device's whole memory is worth so many times its work.
+_CHEAPEST, _DEAREST = 1e-2, 1e2
+# Of the programs that do not fit, the two quickest are tried with something run again.
+_SHORT = 2
+# How often what lies between two prices of memory is halved.
+_HALVINGS = 3
+# Of what computation hides of parameter traffic.
 ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
-_FAR = 1.15  # times the best step: a part whose first candidate takes longer is left at that
-_CLOSE = 1.1  # times the best step: a part whose first seed led to more has no others
+# A part whose first candidate takes 1.15 times the best step is left at that.
+_FAR = 1.15
+# A part whose first seed led to more than 1.1 times the best step has no other seeds.
+_CLOSE = 1.1
 
 Turns = dict[tuple[Shares, Hidden], Candidate]  # what a turn of search and balance came to, by what it began with
 

@@ -14,7 +14,7 @@ from lopsided.codec import Key, Line, Seconds, SecondsOrInf, Whole
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Shares
 from lopsided.ir.program import Program
-from lopsided.schedule.cost import Costs
+from lopsided.schedule.cost import Costs, optimizer_named
 from lopsided.schedule.decisions import BUCKET_BYTES, Decisions, OnHost, Rerun
 from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import PricedStep, price
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of the global batch, all rounds together; 0 where inputs have none."""
+        """Rows of the global batch, all rounds together; 0 where inputs have none."""
         return batch_size(self.graph) * self.microbatches
 
     @property
@@ -117,15 +117,19 @@ class Plan:
             microbatches=self.microbatches,
         )
 
-    @cached_property
+    @property
     def kind_numbers(self) -> tuple[int, ...]:
-        """Of each device that takes part the number of its kind."""
-        return tuple(k for k, kind in enumerate(self.on.kinds) for _ in range(kind.devices))
+        """The kind's number of each device that takes part."""
+        return self.on.kind_numbers
 
     @cached_property
     def schedule(self) -> Schedule:
         """What every device does in a step: what was priced, and what the runtime runs."""
         return lower(self.program, self.decisions)
+
+    def costs(self) -> Costs:
+        """What computing and sending costs on its devices."""
+        return Costs(self.graph, self.on, optimizer_named(self.optimizer))
 
     def priced(self, costs: Costs) -> PricedStep:
         """Its schedule with what computing costs."""

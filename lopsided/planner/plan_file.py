@@ -416,6 +416,6 @@ def _check_names(plan: Plan, root: Place) -> None:
 def _placed(program: Program) -> Iterator[tuple[str, Placement]]:
     yield from program.leaves
     for step in program.steps:
-        for name, chain in zip(step.node.operands, step.chains, strict=True):
+        for name, chain in step.taken:
             yield from ((name, placement) for placement in chain)
-        yield from ((value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True))
+        yield from step.made

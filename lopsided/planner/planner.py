@@ -55,8 +55,10 @@ ABOUT = {
     "dp-part": "data parallelism on the devices of this plan, shares by speed",
 }
 
-_TRIES = 4  # parts with most devices of a cluster, on which its best program is made
-_GRID = 8  # numbers of kinds that are compared at a time
+# The best program is made on four parts at most, those where it is estimated to take least.
+_TRIES = 4
+# So many numbers of kinds are compared at a time.
+_GRID = 8
 
 _YOUNG_OBJECTS = 100_000
 """So many new objects are made before the collector looks at them while a plan is made; 700 are Python's own."""

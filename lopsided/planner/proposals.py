@@ -28,7 +28,7 @@ from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph, Node
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Shares
-from lopsided.ir.program import Program, RuleBook, Step, one_device
+from lopsided.ir.program import Program, RuleBook, Step, one_device, whole_rule
 from lopsided.planner.ablation import CHUNKS, OVERLAP, SEGMENTS, STATE_SHARES
 from lopsided.planner.balance import balance
 from lopsided.planner.baselines import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
@@ -743,7 +743,7 @@ class CandidatePool:
             costs = Costs(self.graph, alone, self.optimizer, self._calls)
             seconds = []
             for node in self.graph.nodes:
-                whole = costs.op(node, Rule((I,) * len(node.operands), (I,) * len(node.results)))
+                whole = costs.op(node, whole_rule(node))
                 there, back = costs.work(node).kernels
                 seconds.append(whole.seconds((1.0,))[0] - (there * whole.forwards + back) * kind.launch_s)
             self._working[key] = np.maximum(np.array(seconds), _NO_WORK_S)

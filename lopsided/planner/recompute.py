@@ -41,7 +41,7 @@ def blocks_of(graph: Graph, apart: Collection[str] = ()) -> tuple[Span, ...]:
     that are to stand `apart`.
     """
     nodes, passing, own = graph.nodes, _passing(graph), {*reruns(graph), *apart}
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     found: list[Span] = []
     start, has_product = 0, False
     for k, node in enumerate(nodes):

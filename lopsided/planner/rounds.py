@@ -23,7 +23,8 @@ from lopsided.planner.candidates import BETTER, memory_limits
 from lopsided.planner.plan_data import Plan
 from lopsided.schedule.rounds import NoRoundsError, batch_size, in_rounds
 
-_FULL = 0.85  # of what a plan may fill of a device: beyond that, memory may be what decides
+# Beyond 0.85 of what a plan may fill of a device, memory may be what decides.
+_FULL = 0.85
 
 
 class Asked(Protocol):

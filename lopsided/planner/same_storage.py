@@ -41,7 +41,8 @@ from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.decisions import Decisions, Rerun, parse_decisions
 from lopsided.schedule.regions import reruns_in
 
-_OFFERS = 2  # storages that are looked at closely
+# Of the storages that are offered, the two that seem best are looked at closely.
+_OFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +306,8 @@ class _Likewise:
 
     def __init__(self, graph: Graph, other: Graph, book: RuleBook) -> None:
         self.before, self.now = graph.values, other.values
-        self.known: dict[str, set[Placement]] = {}  # of values whose size is another
+        # Of the values of nodes that touch one of another size.
+        self.known: dict[str, set[Placement]] = {}
         changed = {name for name, value in self.now.items() if value.shape != self.before[name].shape}
         for node in other.nodes:
             names = (*node.operands, *(value.name for value in node.results))

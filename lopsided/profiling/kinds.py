@@ -40,7 +40,7 @@ class RankHost:
     memory_bytes: int  # of the GPU or the host, what no other program holds
     speeds: Speeds
     host_bytes_per_s: float = 0.0  # between the GPU and its host's memory
-    host_memory_bytes: int = 0  # what is left of it
+    host_memory_bytes: int = 0  # what is left of the host's memory
 
 
 def seat_of(device: torch.device, speeds: Speeds, host_bytes_per_s: float = 0.0) -> RankHost:
@@ -219,7 +219,8 @@ def chip_of(seat: RankHost) -> tuple[str, ...]:
 
 
 def memory_of(seat: RankHost, seats: Sequence[RankHost]) -> int:
-    """Of one process, to the MiB: those without a GPU share what their host has left, those on one GPU its memory."""
+    """The memory of one process, to the MiB: those without a GPU share what their host has left, those on one GPU its
+    memory."""
     same = [s for s in seats if chip_of(s) == chip_of(seat)]
     return max(min(s.memory_bytes for s in same) // len(same) // 2**20, 1) * 2**20
 

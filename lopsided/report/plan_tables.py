@@ -60,7 +60,8 @@ from lopsided.schedule.decisions import LEVELS
 from lopsided.schedule.host_state import host_bytes_per_kind
 from lopsided.schedule.schedule import GatherBucket
 
-_UNLIMITED = 10**6  # columns: what `--full` prints is not cut off
+# Columns: what `--full` prints is not cut off.
+_UNLIMITED = 10**6
 _LABEL = 30
 """The widest label that leaves room for its row; longer ones have a line of their own."""
 

@@ -46,14 +46,17 @@ ELASTIC_VARIABLE = "LOPSIDED_ELASTIC"
 """Set to 1 by `lopsided run --elastic`: the plan is a wish, and another is made where other devices are there."""
 
 
-_BRIEFLY_S = 5.0  # to measure devices that were not planned for: the run stands still meanwhile
+# Devices that were not planned for are measured for five seconds at most: the run stands still meanwhile.
+_BRIEFLY_S = 5.0
 
 MEASURED_S, MEASURED_IF_SMALL_S = 20.0, 5.0
 """How long devices are measured, unless the caller says it."""
 
-_SMALL_FLOPS = 1e10  # of a forward pass: about a second on a slow core
+# A model is small if its forward pass has fewer FLOP: about a second on a slow core.
+_SMALL_FLOPS = 1e10
 
-_LOOK_S, _FAR_OFF = 0.05, 4.0  # a busy host may be half as fast for a moment
+# A speed is looked at for 0.05 s, and told of if it is four times off: a busy host may be half as fast for a moment.
+_LOOK_S, _FAR_OFF = 0.05, 4.0
 
 
 def agreed_plans(
@@ -191,7 +194,7 @@ def strange_speeds(plan: Plan, world: World) -> str:
 
     A glance at one product each, so only what is far off is told.
     """
-    kinds = [kind for kind in plan.on.kinds for _ in range(kind.devices)]
+    kinds = plan.on.device_kinds
     kind = kinds[world.order[world.place]] if world.takes_part else kinds[0]
     dtype = kind.flops_per_s[0][0]
     now = dict(measure_speeds((dtype,), world.device, _LOOK_S).flops_per_s)[dtype]
@@ -275,8 +278,7 @@ def cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:
         if placement.is_shard:
             yield placement, values[name].shape
     for step in program.steps:
-        placed = [*zip(step.node.operands, step.chains, strict=True)]
-        placed += [(v.name, (give,)) for v, give in zip(step.node.results, step.rule.gives, strict=True)]
+        placed = [*step.taken, *((name, (give,)) for name, give in step.made)]
         for name, chain in placed:
             yield from ((p, values[name].shape) for p in chain if p.is_shard)
 

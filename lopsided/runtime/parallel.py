@@ -62,6 +62,7 @@ from lopsided.runtime.calls.last_loss import LastLoss
 from lopsided.runtime.calls.output_rounds import outputs_of_rounds
 from lopsided.runtime.calls.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.calls.programs import CallProgram, Programs
+from lopsided.runtime.checkpoint.state import save_whole
 from lopsided.runtime.live.moving import take_shares
 from lopsided.runtime.live.paced import Paced
 from lopsided.runtime.out_of_memory import explain
@@ -74,7 +75,6 @@ from lopsided.runtime.parameters.optimizers import watch_optimizers
 from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
 from lopsided.runtime.parameters.piece_tensors import plain, step_ends
 from lopsided.runtime.parameters.pieces import Piece, piece_of
-from lopsided.runtime.parameters.whole_model import save_whole
 from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
 from lopsided.schedule.stretches import most_nodes
@@ -116,7 +116,8 @@ class Parallel(nn.Module):
             stored.leave_word()
         # A loss that is a module must not become a submodule, whose tensors would be saved with the model's.
         self.__dict__["_loss_fn"] = loss_fn
-        self._bucket_bytes = bucket_bytes  # in place of what was chosen
+        # If the user says it, in place of what is chosen for each program.
+        self._bucket_bytes = bucket_bytes
         self._forwards = 0
         self._syncing = True
         self._handed_out = HandedOut()

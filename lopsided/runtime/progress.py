@@ -21,8 +21,10 @@ from lopsided.planner.plan_data import Plan
 
 _log = logging.getLogger("lopsided")
 
-_EVERY_S = 5.0  # between two lines about the time that is left, where lines cannot be overwritten
-_COUNTED_S = 1.0  # between two of them in any case
+# Seconds between two lines about the time that is left, where lines cannot be overwritten.
+_EVERY_S = 5.0
+# Seconds between two of these lines in any case.
+_COUNTED_S = 1.0
 _MOST_NAMED = 8
 _PASSING = "lopsided_passing"
 

@@ -95,7 +95,7 @@ class _Lowered:
     """One step of the program."""
 
     step: Step
-    made: list[Redistribute]  # copies, forward
+    made: list[Redistribute]  # copies that are made for it going forward
     forward: list[Compute | Exchange | Redistribute]
     back: list[Redistribute] = field(default_factory=list)  # their transposes, in the order to run them
 
@@ -104,7 +104,7 @@ class _Lowering:
     def __init__(self, program: Program, decisions: Decisions) -> None:
         self.program, self.decisions = program, decisions
         self.stored = dict(program.leaves)
-        self.parameters = {leaf.value.name for leaf in program.graph.parameters}
+        self.parameters = program.graph.parameter_names
         self.marked = regions_of(program, decisions)
         self.regions = {name: k for k, region in enumerate(self.marked) for name in region.nodes}
         heads = chunks_of(program, decisions)
@@ -137,9 +137,9 @@ class _Lowering:
     def _forward(self, step: Step) -> _Lowered:
         name = step.node.name
         made: list[Redistribute] = []
-        for operand, chain in zip(step.node.operands, step.chains, strict=True):
+        for operand, chain in step.taken:
             made += self._redistributed(operand, chain)
-        self.made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+        self.made.update(step.made)
         made = _waited_for_first(made)
         talks, _ = sent_by(self.program.graph, step.node, step.rule)
         exchanges = [exchange(step, "forward", k, talk) for k, talk in enumerate(talks)]
@@ -226,7 +226,7 @@ class _Lowering:
         for one in reversed(self.steps):
             results = zip(one.step.node.results, one.step.rule.gives, strict=True)
             if any(value.grad and (value.name, give) in found for value, give in results):
-                taken = zip(one.step.node.operands, one.step.rule.needs, strict=True)
+                taken = one.step.needed
                 found.update((name, need) for name, need in taken if values[name].grad)
             for item in reversed(one.made):
                 if (item.value, item.to) in found:
@@ -400,7 +400,7 @@ class Buckets:
         """What is gathered together: for each group of consumers a bucket of every collective and dtype."""
         groups: list[list[Redistribute]] = []
         wanted: list[Redistribute] = []
-        group_bytes = 0  # of the last group
+        group_bytes = 0  # in the last group so far
         for item in items:
             if (
                 isinstance(item, Redistribute)

@@ -43,7 +43,7 @@ from dataclasses import dataclass, replace
 from lopsided.ir.graph import DTYPES, Graph, Leaf, Node, Saved, reruns, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement
-from lopsided.ir.program import Chain, Step
+from lopsided.ir.program import Fact, Step
 from lopsided.ops.op import Call
 from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
@@ -118,7 +118,7 @@ def saved_by(graph: Graph, node: Node, rule: Rule) -> tuple[Holding, ...]:
     roots = sharing.roots
     results = [value.name for value in node.results]
     copies = [*zip(node.operands, rule.needs, strict=True), *zip(results, rule.gives, strict=True)]
-    anyway = {leaf.value.name for leaf in graph.parameters} | graph.fixed
+    anyway = graph.parameter_names | graph.fixed
     outside = sharing.reruns.get(node.name)
     kept = _kept(node).values if outside is None else tuple(node.operands[k] for k in outside)
     found: dict[tuple[str, Cut | None], Holding] = {}
@@ -294,36 +294,30 @@ def _between_rounds(schedule: Schedule) -> Iterator[Holding]:
 
 # Whose memory it is
 
-_Copy = tuple[str, Placement]
 
-
-def _taken_as(step: Step) -> Iterator[tuple[str, Chain]]:
-    return zip(step.node.operands, step.chains, strict=True)
-
-
-def _whole_alike(copy: _Copy) -> _Copy:
+def _whole_alike(copy: Fact) -> Fact:
     return (copy[0], I) if copy[1].is_whole else copy
 
 
 class _Copies:
     """Follows every (value, placement) of a program to the copy whose memory it is."""
 
-    def __init__(self, graph: Graph, steps: Sequence[Step], held: Iterable[_Copy]) -> None:
+    def __init__(self, graph: Graph, steps: Sequence[Step], held: Iterable[Fact]) -> None:
         self.values = graph.values
-        self.memory: dict[_Copy, _Copy] = {}
-        self.held: set[_Copy] = {_whole_alike(copy) for copy in held}
+        self.memory: dict[Fact, Fact] = {}
+        self.held: set[Fact] = {_whole_alike(copy) for copy in held}
         views = _sharing(graph).views
         for step in steps:
             if step.node.name in views:
                 whose = self.of(step.node.operands[0], step.rule.needs[0])
-                for value, give in zip(step.node.results, step.rule.gives, strict=True):
-                    self.memory[_whole_alike((value.name, give))] = whose
+                for copy in step.made:
+                    self.memory[_whole_alike(copy)] = whose
 
     @staticmethod
     def of_schedule(schedule: Schedule) -> _Copies:
         """Those of a step. Copies of parameters are counted where they are gathered."""
         program = schedule.program
-        parameters = {leaf.value.name for leaf in program.graph.parameters}
+        parameters = program.graph.parameter_names
         of_parameters = [(item.value, item.to) for item in schedule.redistributed if item.value in parameters]
         return _Copies(program.graph, program.steps, [*program.leaves, *of_parameters])
 
@@ -331,14 +325,14 @@ class _Copies:
     def of_steps(graph: Graph, steps: Sequence[Step]) -> _Copies:
         """Those of some steps by themselves. Leaves are held anyway, and so is what is fixed."""
         anyway = {leaf.value.name for leaf in graph.leaves} | graph.fixed
-        taken = [(name, p) for step in steps for name, chain in _taken_as(step) for p in chain if name in anyway]
+        taken = [(name, p) for step in steps for name, chain in step.taken for p in chain if name in anyway]
         return _Copies(graph, steps, taken)
 
-    def of(self, name: str, placement: Placement) -> _Copy:
+    def of(self, name: str, placement: Placement) -> Fact:
         copy = _whole_alike((name, placement))
         return self.memory.get(copy, copy)
 
-    def hold(self, copy: _Copy) -> bool:
+    def hold(self, copy: Fact) -> bool:
         """Hold a copy; whether it was not held before."""
         if copy in self.held:
             return False
@@ -351,7 +345,7 @@ class _Copies:
         other.held = set(self.held)
         return other
 
-    def holding(self, copy: _Copy, use: str) -> Holding:
+    def holding(self, copy: Fact, use: str) -> Holding:
         value = self.values[copy[0]]
         return Holding(value.name, use, value.bytes, cut_of(copy[1], value.shape))
 
@@ -393,7 +387,7 @@ def _views(graph: Graph) -> frozenset[str]:
     for node in graph.nodes:
         key = signature(node, graph.values)
         if key not in known:
-            call = Call(node, tuple(graph.values[name] for name in node.operands))
+            call = Call.of(node, graph.values)
             # Only a view launches nothing.
             known[key] = bool(node.operands) and work_of(call).kernels[0] == 0
         if known[key]:
@@ -435,10 +429,10 @@ def _saved(schedule: Schedule, stretches: _Stretches, copies: _Copies) -> Iterat
 
 def _made(graph: Graph, kept: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
     """What nodes make that a region keeps in place of running them again; casts for their own use are made again."""
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     for step in kept:
-        for value, give in zip(step.node.results, step.rule.gives, strict=True):
-            whose = copies.of(value.name, give)
+        for copy in step.made:
+            whose = copies.of(*copy)
             if copies.hold(whose):
                 yield copies.holding(whose, "saved")
         if parameters.isdisjoint(step.node.operands):
@@ -447,14 +441,14 @@ def _made(graph: Graph, kept: Sequence[Step], copies: _Copies) -> Iterator[Holdi
 
 def _taken(stretch: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
     """What a checkpointed region has from outside, in the placement it is there in: conversions are made again."""
-    inside: set[_Copy] = set()
+    inside: set[Fact] = set()
     for step in stretch:
-        for name, chain in zip(step.node.operands, step.chains, strict=True):
+        for name, chain in step.taken:
             whose = copies.of(name, chain[0])
             if (name, chain[0]) not in inside and copies.hold(whose):
                 yield copies.holding(whose, "saved")
             inside.update((name, placement) for placement in chain)
-        inside.update((value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True))
+        inside.update(step.made)
 
 
 def _saved_by_steps(graph: Graph, steps: Sequence[Step], copies: _Copies, use: str) -> Iterator[Holding]:
@@ -472,7 +466,7 @@ def _saved_by_steps(graph: Graph, steps: Sequence[Step], copies: _Copies, use: s
 
 def _recomputed(graph: Graph, steps: Sequence[Step], kept: set[str], copies: _Copies) -> Iterator[Holding]:
     """What the steps of a region save when they run again; what attention makes for itself may have been kept."""
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     for step in steps:
         own = f"{step.node.name} (its own)"
         was_kept = step.node.name in kept and parameters.isdisjoint(step.node.operands)
@@ -497,7 +491,7 @@ def _extra(graph: Graph, node: Node, rule: Rule, use: str = "saved") -> Iterator
             if not need.is_shard and len(value.shape) > 1 and value.torch_dtype.is_floating_point:
                 whole += value.elements * DTYPES[under].itemsize if value.dtype != under else 0
     whole = min(whole, extra)
-    call = Call(node, tuple(graph.values[name] for name in node.operands))
+    call = Call.of(node, graph.values)
     cut = rule_cut(call, rule)
     if whole and cut is not None:
         yield Holding(f"{node.name} (its own)", use, whole, None)
@@ -512,7 +506,7 @@ def _gathered(schedule: Schedule) -> Iterator[Holding]:
     Those that are gathered again are there a few at a time: for a checkpointed region together, until it has run
     backward.
     """
-    parameters = {leaf.value.name for leaf in schedule.program.graph.parameters}
+    parameters = schedule.program.graph.parameter_names
     region_of = _regions(schedule)
     together: dict[object, list[Holding]] = {}
     for item in schedule.redistributed:
@@ -533,12 +527,12 @@ def _gathered(schedule: Schedule) -> Iterator[Holding]:
     yield from ahead[: schedule.decisions.prefetch - 1]
 
 
-def _regions(schedule: Schedule) -> dict[_Copy, str]:
+def _regions(schedule: Schedule) -> dict[Fact, str]:
     """The copies of values that one checkpointed region uses and no other node, with its id."""
-    users: dict[_Copy, set[str]] = {}
+    users: dict[Fact, set[str]] = {}
     for region, steps in _stretches(schedule):
         for step in steps:
-            for copy in zip(step.node.operands, step.rule.needs, strict=True):
+            for copy in step.needed:
                 users.setdefault(copy, set()).add(region)
     return {copy: min(regions) for copy, regions in users.items() if len(regions) == 1 and regions != {""}}
 
@@ -548,7 +542,7 @@ def _working(
 ) -> tuple[Holding, ...]:
     """Of the node that works with most, together with what its checkpointed region has recomputed."""
     graph = schedule.program.graph
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     views = _sharing(graph).views
     most = 0.0
     found: tuple[Holding, ...] = ()
@@ -583,13 +577,13 @@ def _working(
 
 
 def _parts_in_chunks(
-    steps: Sequence[Step], rows: int, copies: _Copies, placed: Mapping[str, Placement], parameters: set[str]
+    steps: Sequence[Step], rows: int, copies: _Copies, placed: Mapping[str, Placement], parameters: frozenset[str]
 ) -> Iterator[tuple[int, Cut | None]]:
     """What is multiplied, its gradients (sums over rows in a wide dtype), and the logits of so many rows."""
     product, *between, loss = steps
     logits = product.node.results[0].torch_dtype.itemsize
     wide = max(logits, DTYPES["f32"].itemsize)
-    for k, (name, placement) in enumerate(zip(product.node.operands, product.rule.needs, strict=True)):
+    for k, (name, placement) in enumerate(product.needed):
         value, cut = copies.values[name], cut_of(placement, copies.values[name].shape)
         if name not in parameters and copies.of(name, placement) not in copies.held:
             yield value.bytes, cut
@@ -610,13 +604,11 @@ def _parts_in_chunks(
 
 
 def _parts_at_work(
-    step: Step, copies: _Copies, placed: Mapping[str, Placement], parameters: set[str]
+    step: Step, copies: _Copies, placed: Mapping[str, Placement], parameters: frozenset[str]
 ) -> Iterator[tuple[int, Cut | None]]:
     values = copies.values
-    uses = list(dict.fromkeys(zip(step.node.operands, step.rule.needs, strict=True)))
-    made = [(value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True)]
-    seen: set[_Copy] = set()
-    for name, placement in (*uses, *made):
+    seen: set[Fact] = set()
+    for name, placement in (*dict.fromkeys(step.needed), *step.made):
         value = values[name]
         copy = copies.of(name, placement)
         if name not in parameters and copy not in copies.held and copy not in seen:

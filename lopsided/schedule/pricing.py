@@ -14,7 +14,8 @@ from lopsided.ir.program import Step
 from lopsided.schedule.cost import FREE, Affine, Costs, Cut, cut_of
 from lopsided.schedule.schedule import Chunked, Compute, Phase, Schedule
 
-_WIDE = 4  # bytes of an element of a sum over rows, at least
+# Bytes of an element of a sum over rows, at least.
+_WIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class PricedStep:
 
     @cached_property
     def computes(self) -> tuple[Computed, ...]:
-        """In both passes of every round, in order."""
+        """What is computed in both passes of every round, in order."""
         ids = (item.id for item in self.schedule.passes * self.schedule.decisions.microbatches)
         return tuple(self.computed[name] for name in ids if name in self.computed)
 
@@ -92,8 +93,8 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
 def _in_chunks(
     seconds: tuple[Affine, ...], costs: Costs, item: Compute, step: Step, chunked: Chunked
 ) -> tuple[Affine, ...]:
-    """And what every chunk takes beside its rows: launches, and going back the sum over chunks of the gradient of the
-    matrix, which is read and written in a wide dtype where the product does not add to it itself."""
+    """Prices with what every chunk takes beside its rows: launches, and going back the sum over chunks of the gradient
+    of the matrix, which is read and written in a wide dtype where the product does not add to it itself."""
     values, work = costs.graph.values, costs.work(step.node)
     logits = values[step.node.results[0].name]
     chunks = values[step.node.operands[0]].elements / values[step.node.operands[0]].shape[-1] / chunked.rows
@@ -110,7 +111,8 @@ def _in_chunks(
 
 
 def _with_conversions(seconds: tuple[Affine, ...], costs: Costs, item: Compute) -> tuple[Affine, ...]:
-    """And what a process takes around the conversions made for a node: its own work, and packing what is sent."""
+    """Prices with what a process takes around the conversions made for a node: its own work, and packing what is
+    sent."""
     around = zip(seconds, costs.overheads, costs.packing, strict=True)
     return tuple(
         s + Affine(item.conversions * overhead_s + item.packed_bytes * packing_s) for s, overhead_s, packing_s in around

@@ -77,7 +77,7 @@ def _place(places: Mapping[str, int], name: str, rerun: Rerun) -> int:
 
 def region_of(graph: Graph, steps: Sequence[tuple[Node, Rule | None]], rerun: Rerun) -> RegionNodes:
     """What of these nodes runs again. Without a rule, a node is taken to compute as it does on one device."""
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     needed: set[str] = set()
     again: list[str] = []
     kept: list[str] = []
@@ -104,14 +104,14 @@ def region_of(graph: Graph, steps: Sequence[tuple[Node, Rule | None]], rerun: Re
     return RegionNodes(names, frozenset(again), tuple(reversed(kept)), rerun.kinds)
 
 
-def is_spared(node: Node, parameters: set[str], level: Level) -> bool:
+def is_spared(node: Node, parameters: frozenset[str], level: Level) -> bool:
     """Whether a level keeps what a node makes rather than running it again."""
     if level == "whole" or not is_product(node.op):
         return False
     return level == "cheap" or _has_weight(node, parameters)
 
 
-def _has_weight(node: Node, parameters: set[str]) -> bool:
+def _has_weight(node: Node, parameters: frozenset[str]) -> bool:
     return any(name in parameters for name in node.operands)
 
 
@@ -120,7 +120,7 @@ def _draws(graph: Graph, node: Node) -> bool:
     entry = describe(node.op)
     if entry is None:
         return True
-    call = Call(node, tuple(graph.values[name] for name in node.operands))
+    call = Call.of(node, graph.values)
     if entry.random and "scaled_dot_product_attention" not in node.op:
         return True
     return any(bool(call.arg(name)) for name in ("dropout_p", "dropout"))

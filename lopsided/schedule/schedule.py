@@ -40,8 +40,8 @@ from typing import Literal
 
 from lopsided.errors import ProgramError
 from lopsided.ir.graph import reruns
-from lopsided.ir.placement import Placement, parse_placement
-from lopsided.ir.program import Program, Step
+from lopsided.ir.placement import Placement
+from lopsided.ir.program import Program, Step, placement_at
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.decisions import (
@@ -103,7 +103,7 @@ class Bucket:
 
     id: str
     members: tuple[str, ...]  # ids, in the order in which they are taken or given
-    transfers: tuple[Transfer, ...]  # theirs
+    transfers: tuple[Transfer, ...]  # what each of them sends
     hides: bool = True
 
     @property
@@ -202,7 +202,7 @@ class Schedule:
 
     @cached_property
     def steps(self) -> Mapping[str, Step]:
-        """By which rule every node runs."""
+        """The step of every node: by which rule it runs."""
         return {step.node.name: step for step in self.program.steps}
 
     @property
@@ -396,7 +396,7 @@ class _Parser:
         elif self.section == "update" and (match := _UPDATE.fullmatch(line)):
             self._known(match[1], where)
             kinds = tuple(map(int, match[3].split(", "))) if match[3] else ()
-            self.updates.append(Update(f"update {match[1]}", match[1], _placement(match[2], where), kinds))
+            self.updates.append(Update(f"update {match[1]}", match[1], placement_at(match[2], where), kinds))
         elif self.section in self.passes and (item := self._item(line, where)) is not None:
             self.passes[self.section].append(item)
         else:
@@ -437,13 +437,13 @@ class _Parser:
     def _redistribute(self, match: re.Match[str], where: str) -> Redistribute:
         name, is_cotangent, again = match[3], bool(match[2]), bool(match[6])
         self._known(name, where)
-        source, to = _placement(match[4], where), _placement(match[5], where)
+        source, to = placement_at(match[4], where), placement_at(match[5], where)
         phase: Phase = "backward" if is_cotangent else "again" if again else "forward"
         transfer = sent_as(self.program, name, source, to, phase)
         return Redistribute(match[1], name, source, to, phase, transfer, match[7] or "")
 
     def schedule(self) -> Schedule:
-        """With the members of buckets filled in, and what was made for each node counted."""
+        """The schedule, with the members of buckets filled in and what was made for each node counted."""
         known = {
             item.id: item.transfer
             for items in self.passes.values()
@@ -488,13 +488,6 @@ def _decisions(text: str, where: str) -> Decisions:
         raise ProgramError(error.what, where=where, do=error.do) from None
 
 
-def _placement(text: str, where: str) -> Placement:
-    try:
-        return parse_placement(text)
-    except ProgramError as error:
-        raise ProgramError(error.what, where=where, do=error.do) from None
-
-
 # Items from a program
 
 
@@ -525,10 +518,10 @@ def conversions_of(program: Program) -> dict[str, int]:
     found: dict[str, int] = {}
     for step in program.steps:
         before = len(made)
-        for name, chain in zip(step.node.operands, step.chains, strict=True):
+        for name, chain in step.taken:
             made.update((name, to) for to in chain[1:])
         found[step.node.name] = len(made) - before
-        made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+        made.update(step.made)
     return found
 
 
@@ -630,10 +623,10 @@ def _check_order(schedule: Schedule) -> None:
                 raise ProgramError(f"{item.node} runs backward too early", do="go backward in the backward pass")
         elif isinstance(item, Compute):
             step = steps[item.node]
-            for copy in zip(step.node.operands, step.rule.needs, strict=True):
+            for copy in step.needed:
                 if copy not in facts:
                     raise ProgramError(f"{item.node} runs before it has {copy[0]} as {copy[1]}", do="redistribute it")
-            facts.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+            facts.update(step.made)
     order = {step.node.name: k for k, step in enumerate(program.steps)}
     last, again = len(order), reruns(program.graph)
     names = [step.node.name for step in program.steps]

@@ -42,7 +42,7 @@ class Joinable:
 
     step: Step
     takes: tuple[str, ...] | None
-    region: int  # that runs again, or -1
+    region: int  # the region that runs again, or -1
 
 
 def grouped(program: Program, candidates: Sequence[Joinable], most: int) -> Iterator[range]:

@@ -34,7 +34,8 @@ from lopsided.ops.derive import derive_rules
 from lopsided.ops.trial import relative_error
 from lopsided.verification.simulator import Simulation, simulate
 
-_LARGE = 2_000_000  # parameters, from which on memory is looked at before anything is run
+# With more parameters than this, memory is looked at before anything is run.
+_LARGE = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,8 @@ def verify(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient", do="train at least one parameter")
     if sum(p.numel() for p in model.parameters()) > _LARGE:
-        _check_memory(in_float64(trace(model, batch, loss_fn=loss_fn)), len(first or ()) or devices)
-    model64, batch64 = copied(model).double(), _double(batch)
+        check_memory(trace(model, batch, loss_fn=loss_fn), len(first or ()) or devices)
+    model64, batch64 = copied(model).double(), with_tensors(batch, _double)
     try:
         _run_model(model64, batch64, loss_fn)
     except Exception:
@@ -164,30 +165,34 @@ def suspects(result: Verification) -> list[tuple[str, Rule, int, int]]:
     return [(op, rule, failing[op, rule], others[op, rule]) for op, rule in ranked]
 
 
+def floor_of(expected: Simulation) -> float:
+    """A gradient that is nothing but rounding (a key's bias under softmax) is measured against the largest there is."""
+    return 1e-5 * max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
+
+
 def compare(found: Simulation, expected: Simulation) -> tuple[float, str]:
     """The worst relative error, and what has it."""
     errors = [
         (relative_error(found.loss, expected.loss), "loss"),
         (found.spread, "replicas that should be equal"),
     ]
-    # A gradient that is nothing but rounding (a key's bias under softmax) is measured against the largest there is.
-    largest = max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
+    floor = floor_of(expected)
     for name, gradient in expected.gradients.items():
-        errors.append((relative_error(found.gradients[name], gradient, largest * 1e-5), f"gradient of {name}"))
+        errors.append((relative_error(found.gradients[name], gradient, floor), f"gradient of {name}"))
     largest = max((b.abs().max().item() for b in expected.buffers.values() if b.dtype.is_floating_point), default=1.0)
     for name, buffer in expected.buffers.items():
         errors.append((relative_error(found.buffers[name], buffer, largest * 1e-5), f"buffer {name}"))
     return max(errors, key=lambda pair: pair[0])
 
 
-def _check_memory(graph: Graph, devices: int) -> None:
-    """Refuse before the machine does: every simulated device may hold every value, and its gradient."""
-    needed = 2 * devices * sum(value.bytes for value in graph.values.values())
+def check_memory(graph: Graph, devices: int, *, processes: bool = False) -> None:
+    """Refuse before the machine does: every device may hold every value in float64, and its gradient."""
+    needed = 2 * devices * sum(value.bytes for value in in_float64(graph).values.values())
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > has:
         raise ModelError(
-            f"verifying this model in float64 on {devices} simulated devices may take {needed / 1e9:.0f} GB, "
-            f"and this machine has {has / 1e9:.0f} GB",
+            f"verifying this model in float64 on {devices} {'processes' if processes else 'simulated devices'} may "
+            f"take {needed / 1e9:.0f} GB, and this machine has {has / 1e9:.0f} GB",
             do="choose a smaller batch (--batch) or smaller sizes; rules do not depend on size",
         )
 
@@ -203,10 +208,14 @@ def _check_finite(reference: Simulation) -> None:
             )
 
 
-def _double(batch: object) -> object:
+def with_tensors(batch: object, changed: Callable[[Tensor], Tensor]) -> object:
+    """A batch of the same form with its tensors changed."""
     tensors, rebuild = flatten_batch(batch)
-    wide = [t.double() if t.dtype.is_floating_point else t.clone() for t in tensors.values()]
-    return in_form_of(batch, *rebuild(wide))
+    return in_form_of(batch, *rebuild([changed(tensor) for tensor in tensors.values()]))
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype.is_floating_point else tensor.clone()
 
 
 def _run_model(model: nn.Module, batch: object, loss_fn: LossFn | None) -> tuple[nn.Module, Tensor]:

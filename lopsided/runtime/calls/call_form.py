@@ -25,7 +25,8 @@ from lopsided.errors import BatchError
 
 _MARK = "_lopsided_batch"
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-_DEEPEST = 3  # that an object among the arguments is looked through
+# How deep an object among the arguments is looked through.
+_DEEPEST = 3
 
 
 @dataclass(frozen=True)

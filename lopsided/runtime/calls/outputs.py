@@ -31,7 +31,8 @@ from lopsided.ir.placement import I, Placement, S
 from lopsided.runtime.calls.call_form import Given
 
 _MOST_DIMS = 16
-_WHOLE = "lopsided_whole"  # the attribute of a tensor that knows the value whose rows it is
+# The attribute of a tensor that knows the value whose rows it is.
+_WHOLE = "lopsided_whole"
 _LOOKED_UP = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "__len__", "is_floating_point")
 
 

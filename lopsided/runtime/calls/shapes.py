@@ -27,7 +27,8 @@ from lopsided.errors import BatchError
 MOST_LENGTHS = 5
 """Each has a program of its own."""
 
-_MOST_BATCHES = 1000  # of a loader that are looked at
+# So many batches of a loader are looked at.
+_MOST_BATCHES = 1000
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ would have to hold: fine where the parameter is whole, refused where it is cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,12 @@ from lopsided.runtime.checkpoint.folder import (
 from lopsided.runtime.checkpoint.state import Kept, wanted_pieces
 from lopsided.runtime.checkpoint.storage import Held
 from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, check_dtype
-from lopsided.runtime.control_plane import ControlPlane, Holder
+from lopsided.runtime.control_plane import ControlPlane
 from lopsided.runtime.parameters.host_state import is_on_host
 from lopsided.runtime.parameters.pieces import Piece
+
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
 
 Form = Mapping[str, object]
 """What is said of one entry of the state: of a tensor its "shape" and "dtype", with its "number" where it has but one
@@ -48,7 +51,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 _PARAMETERS = ("params", "param_names")
 
 
-def _named(pm: Holder, optimizer: Optimizer) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _named(pm: Parallel, optimizer: Optimizer) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """The parameters of each group with the names under which they are saved."""
     first = {name: piece.name for piece in pm.pieces.values() for name in (piece.name, *piece.also)}
     names: dict[int, str] = {}
@@ -72,7 +75,7 @@ def _key(name: str, key: str) -> str:
 # Saving
 
 
-def optimizer_kept(pm: Holder, optimizer: Optimizer, accord: ControlPlane) -> tuple[dict[str, Kept], OptimizerRecord]:
+def optimizer_kept(pm: Parallel, optimizer: Optimizer, accord: ControlPlane) -> tuple[dict[str, Kept], OptimizerRecord]:
     """The tensors of the optimizer's state, and all else of it as plain data. Every rank must call this."""
     of = type(optimizer).__name__
 
@@ -114,7 +117,7 @@ def _form(value: object, where: str) -> Form:
     return form | {"number": as_plain(value, where)} if value.numel() == 1 else form
 
 
-def _settled(pm: Holder, told: Sequence[State], of: str) -> dict[str, dict[str, Form]]:
+def _settled(pm: Parallel, told: Sequence[State], of: str) -> dict[str, dict[str, Form]]:
     """One form for all. `told` is what each of those that take part has."""
     found: dict[str, dict[str, Form]] = {}
     for name in dict.fromkeys(name for state in told for name in state):
@@ -160,7 +163,7 @@ def _tensor(form: Form) -> Form:
 
 
 def optimizer_wanted(
-    pm: Holder, optimizer: Optimizer, told: OptimizerRecord, table: Table, where: str, *, in_order: bool
+    pm: Parallel, optimizer: Optimizer, told: OptimizerRecord, table: Table, where: str, *, in_order: bool
 ) -> tuple[dict[str, Held], Callable[[], None]]:
     """Where this process wants the tensors of the state, and what to call when they are there.
 

@@ -34,7 +34,8 @@ from lopsided.schedule.host_state import slice_bytes
 
 _away: Any = WeakIdKeyDictionary()  # the parameters whose state is in host memory
 _steps: weakref.WeakKeyDictionary[Optimizer, HostSteps] = weakref.WeakKeyDictionary()
-_AS_MUCH = 2  # times the bytes of a parameter is what state is taken to have before there is any
+# Before there is any, state is taken to have twice the bytes of its parameter.
+_AS_MUCH = 2
 
 
 def keep_on_host(parameters: Iterable[nn.Parameter]) -> None:

@@ -51,6 +51,7 @@ def norms_by_hand(cut: bool) -> dict[str, float]:
             "all": torch.isfinite(first.grad).all(),
             "dot": torch.dot(first.view(-1), first.grad.view(-1)),
             "positive": (first > 0).sum(),
+            "what is a number": first.log().nansum(),
             "distance": (first - 0.5 * first.grad).norm(),
             "joined": torch.cat([first.view(-1), first.grad.view(-1)]).norm(),
             "clipped": nn.utils.clip_grad_norm_(model.parameters(), 0.01),
