@@ -436,7 +436,7 @@ def predict(
     schedule = lower(program, decisions)
     timeline = run(price(schedule, costs), costs.network, scale)
     held = holdings(schedule, kept, devices=on.devices)
-    return timeline.step_s, breakdown_of(timeline), _every_device(on, bytes_per_kind(held, scale))
+    return timeline.step_s, breakdown_of(timeline), every_device(on, bytes_per_kind(held, scale))
 
 
 def breakdown_of(timeline: Timeline) -> Breakdown:
@@ -446,7 +446,8 @@ def breakdown_of(timeline: Timeline) -> Breakdown:
     )
 
 
-def _every_device(on: Cluster, per_kind: Sequence[int]) -> tuple[int, ...]:
+def every_device(on: Cluster, per_kind: Sequence[int]) -> tuple[int, ...]:
+    """What every device has, of what each kind has."""
     return tuple(size for kind, size in zip(on.kinds, per_kind, strict=True) for _ in range(kind.devices))
 
 
@@ -473,7 +474,7 @@ def _answer(
         regather=best.regather,
         step_s=best.step_s,
         breakdown=breakdown_of(best.timeline),
-        memory_bytes=_every_device(best.on, best.memory),
+        memory_bytes=every_device(best.on, best.memory),
         baselines=_baselines(classics),
         search=SearchReport(
             found.seconds,

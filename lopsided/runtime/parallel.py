@@ -50,6 +50,7 @@ from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
+from lopsided.planner.same_storage import StoredProgram
 from lopsided.runtime.agreement import (
     in_group_order,
     kinds_in_group_order,
@@ -77,7 +78,6 @@ from lopsided.runtime.parameters.pieces import Piece, piece_of
 from lopsided.runtime.progress import compiling
 from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
-from lopsided.schedule.regions import reruns_in
 
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
@@ -117,9 +117,8 @@ class Parallel(nn.Module):
             stored.leave_word()
         # A loss that is a module must not become a submodule, whose tensors would be saved with the model's.
         self.__dict__["_loss_fn"] = loss_fn
-        self._decisions = plan.decisions
-        if bucket_bytes is not None:
-            self._decisions = replace(self._decisions, bucket_bytes=bucket_bytes)
+        # If the user says it, in place of what is chosen for each program.
+        self._bucket_bytes = bucket_bytes
         self._forwards = 0
         self._syncing, self._quiet = True, quiet
         self._handed_out = HandedOut()
@@ -472,12 +471,11 @@ class Parallel(nn.Module):
             self._constant_tensors[id(leaf)] = made.reshape(leaf.value.shape)
         return self._constant_tensors[id(leaf)]
 
-    def _compiled(self, program: Program, outputs: tuple[str, ...], rounds: int) -> Executor:
-        # A batch of another shape may have another graph.
-        reruns = tuple(reruns_in(program.graph, self._decisions.reruns))
+    def _compiled(self, stored: StoredProgram, outputs: tuple[str, ...]) -> Executor:
+        bucket_bytes = stored.decisions.bucket_bytes if self._bucket_bytes is None else self._bucket_bytes
         kinds = kinds_in_group_order(self.plan, self.world)
         return Executor(
-            lower(program, replace(self._decisions, reruns=reruns, microbatches=rounds)),
+            lower(stored.program, replace(stored.decisions, bucket_bytes=bucket_bytes, stretch=self.plan.stretch)),
             self._exchange,
             self._gradients,
             self.randomness,
@@ -521,7 +519,6 @@ class Parallel(nn.Module):
         """What `parallelize(compile=True)` does, from the next step on. All ranks call it."""
         self.together("pm.compile")
         self.__dict__["plan"] = self.plan.compiled()
-        self._decisions = replace(self._decisions, stretch=self.plan.stretch)
         self._form, self._programs = self._no_programs()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -6,7 +6,7 @@ In: text, or what the planner chose. Out: `Decisions`, which `lower` turns into 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from lopsided.errors import ProgramError
@@ -123,3 +123,27 @@ class Decisions:
 
 LISTED = ("reruns", "on_host")
 """The decisions that are lists, of what prints without a space."""
+
+
+_DECISIONS = re.compile(r"((?:\w+=\d+(?: |$))+)(?:reruns=(\S+) ?)?(?:on_host=(\S+))?")
+
+
+def parse_decisions(text: str) -> Decisions:
+    """The decisions that print as `text`.
+
+    >>> chosen = Decisions(regather=True, on_host=(OnHost(1),))
+    >>> parse_decisions(str(chosen)) == chosen
+    True
+    """
+    known = {field.name: field.type for field in fields(Decisions) if field.name not in LISTED}
+    match = _DECISIONS.fullmatch(text)
+    if match is None:
+        raise ProgramError(f"{text[:80]!r} are no decisions", do=f"give name=number for {', '.join(known)}")
+    given: dict[str, int | bool] = {}
+    for name, number in (pair.split("=") for pair in match[1].split()):
+        if name not in known or len(number) > 18:
+            raise ProgramError(f"there is no decision {name}={number[:20]}", do=f"give {', '.join(known)}")
+        given[name] = bool(int(number)) if known[name] == "bool" else int(number)
+    reruns = tuple(map(parse_rerun, match[2].split(","))) if match[2] else ()
+    on_host = tuple(map(parse_on_host, match[3].split(","))) if match[3] else ()
+    return replace(Decisions(), **given, reruns=reruns, on_host=on_host)  # type: ignore[arg-type]

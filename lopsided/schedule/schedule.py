@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -45,10 +45,8 @@ from lopsided.ir.program import Program, Step, placement_at
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.decisions import (
-    LISTED,
     Decisions,
-    parse_on_host,
-    parse_rerun,
+    parse_decisions,
 )
 from lopsided.schedule.regions import RegionNodes, offloaded_of
 
@@ -368,7 +366,7 @@ def _line(item: Item | Update) -> str:
     return f"{'give' if item.phase == 'backward' else 'take'} {item.id} by {item.bucket}"
 
 
-_STEP = re.compile(r"step ((?:\w+=\d+(?: |$))+)(?:reruns=(\S+) ?)?(?:on_host=(\S+))?")
+_STEP = re.compile(r"step (\w+=.+)")
 _RUN = re.compile(r"(run|again|back) (\S+)")
 _EXCHANGE = re.compile(r"exchange (run|again|back) (\S+) #(\d+)")
 _CONVERT = re.compile(r"(?:convert|take|give) ((∂?)(\S+) (\S+)→(\S+?)( again)?)(?: by (\S+))?")
@@ -401,9 +399,7 @@ class _Parser:
 
     def read(self, line: str, where: str) -> None:
         if match := _STEP.fullmatch(line):
-            reruns = tuple(map(parse_rerun, match[2].split(","))) if match[2] else ()
-            on_host = tuple(map(parse_on_host, match[3].split(","))) if match[3] else ()
-            self.decisions = replace(_decisions(match[1], where), reruns=reruns, on_host=on_host)
+            self.decisions = _decisions(match[1], where)
         elif line in ("forward", "backward", "update"):
             self.section = line
         elif self.section == "update" and (match := _UPDATE.fullmatch(line)):
@@ -495,13 +491,10 @@ class _Parser:
 
 
 def _decisions(text: str, where: str) -> Decisions:
-    known = {field.name: field.type for field in fields(Decisions) if field.name not in LISTED}
-    given: dict[str, int | bool] = {}
-    for name, number in (pair.split("=") for pair in text.split()):
-        if name not in known or len(number) > 18:
-            raise ProgramError(f"there is no decision {name}={number[:20]}", where=where, do=f"give {', '.join(known)}")
-        given[name] = bool(int(number)) if known[name] == "bool" else int(number)
-    return replace(Decisions(), **given)  # type: ignore[arg-type]
+    try:
+        return parse_decisions(text)
+    except ProgramError as error:
+        raise ProgramError(error.what, where=where, do=error.do) from None
 
 
 # Items from a program
