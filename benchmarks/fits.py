@@ -135,7 +135,6 @@ def planned(graph: Graph, book: RuleBook, cluster: Cluster, seconds: float) -> d
         "on_host": [f"{one.percent} % on {plan.on.kinds[one.kind].name}" for one in plan.on_host],
         "host_bytes": max(filled),
         "regather": plan.regather,
-        "memory_bytes": list(plan.memory_bytes),
         "planning_cpu_s": seconds_cpu,
     }
 

@@ -191,7 +191,7 @@ def _has_room(made: Searched) -> bool:
 
 def is_freed(candidate: Candidate) -> bool:
     """Whether a step does more for want of memory."""
-    return bool(candidate.reruns or candidate.on_host or candidate.regather)
+    return bool(candidate.reruns or candidate.on_host or candidate.state_bits or candidate.regather)
 
 
 def _counts(task: Asked) -> Iterator[int]:
