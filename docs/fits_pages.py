@@ -37,6 +37,7 @@ def fits_page(data: Row) -> str:
         "priced by the same timeline and the same count of memory. `benchmarks/fits.py` has the models and clusters, "
         "`benchmarks/by_hand.py` what is enumerated.\n",
         f"`python benchmarks/fits.py`, commit {data['about']['commit']}, torch {data['about']['torch']}.\n",
+        *([f"{data['note']}\n"] if "note" in data else []),
         *_summary(data),
         "## Models on clusters\n",
         "bf16, or f16 where a device has no bf16; AdamW; sequences of 2048 for Llamas and the mixture.\n",
@@ -130,6 +131,7 @@ def memory_page(data: Row) -> str:
         f"`python benchmarks/memory.py`, commit {data['about']['commit']}, torch {data['about']['torch']}, "
         f"{data['about']['machine']}. Within {data['goal']:.0%}: {within} of {len(rows)}; the median of how far the "
         f"worse process is off is {statistics.median(map(abs, worst)):.1%}.\n",
+        *([f"{data['note']}\n"] if "note" in data else []),
         "| model | parameters | technique | measured, MiB | predicted, MiB | off |",
         "|---|---|---|---|---|---|",
     ]
