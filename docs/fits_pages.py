@@ -127,7 +127,7 @@ def memory_page(data: Row) -> str:
         f"{' and '.join(f'{share:.0%}' for share in data['shares'])} of the batch. Measured is the most bytes of "
         "tensors at once in the third step, by the account of torch's allocator. A technique is used everywhere: "
         "`whole`, for example, runs every block again. Where state is in host memory, a CPU has both memories in one, "
-        "and both are counted.\n",
+        "and both are counted. Buckets are of 256 KiB, in proportion to these small models.\n",
         f"`python benchmarks/memory.py`, commit {data['about']['commit']}, torch {data['about']['torch']}, "
         f"{data['about']['machine']}. Within {data['goal']:.0%}: {within} of {len(rows)}; the median of how far the "
         f"worse process is off is {statistics.median(map(abs, worst)):.1%}.\n",
