@@ -35,6 +35,7 @@ from lopsided.executor.instructions import (
     run_all,
 )
 from lopsided.executor.local_op import AnyRandomness, LocalOp
+from lopsided.executor.offload import Offloaded
 from lopsided.executor.prefetch import CopyBucket, GatheredCopy, Gathers
 from lopsided.executor.randomness import streams_of
 from lopsided.executor.spared import spared
@@ -167,6 +168,9 @@ class _Compiler:
             for k, item in enumerate(schedule.backward)
             if isinstance(item, ReduceBucket)
         }
+        self.away = {
+            node: name for name, region in schedule.offloaded.items() if region.is_on(kind) for node in region.nodes
+        }
         self.of_head: list[RunNode] = []  # that runs some rows at a time, its nodes so far
         self.answers: dict[str, Callable[[Ask], Tensor]] = {}
         self.freed: list[int] = []  # copies that are gathered again for some node's backward pass
@@ -236,9 +240,11 @@ class _Compiler:
         return [part for part, _ in found], [region for _, region in found]
 
     def _region(self, node: str) -> str:
-        """The region in which a node runs again on this device, or none."""
+        """The region in which a node runs again on this device, or saves in host memory, or none."""
         name = self.schedule.recomputed.get(node, "")
-        return name if name and self.schedule.regions[name].runs_on(self.kind) else ""
+        if name and self.schedule.regions[name].runs_on(self.kind):
+            return name
+        return self.away.get(node, "")
 
     def _instruction(self, item: Item) -> Instruction | None:
         if isinstance(item, Compute):
@@ -362,6 +368,9 @@ class _Compiler:
             reads = dict.fromkeys(s for i in inside for s in i.reads if s not in written)
             later = kept_later[positions[-1]] | self._ends()
             freed = {slot for i in inside for slot in i.free}
+            if region not in self.schedule.regions:
+                yield Offloaded(inside, tuple(reads), tuple(s for s in written if s in later))
+                continue
             yield Region(
                 self.random,
                 self.context,

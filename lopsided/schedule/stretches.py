@@ -42,7 +42,7 @@ class Joinable:
 
     step: Step
     takes: tuple[str, ...] | None
-    region: int  # the region that runs again, or -1
+    regions: tuple[int, int]  # the region that runs again, and the one that saves in host memory; or -1
 
 
 def grouped(program: Program, candidates: Sequence[Joinable], most: int) -> Iterator[range]:
@@ -65,7 +65,7 @@ def _together(candidates: Sequence[Joinable]) -> int:
         return 0
     made: set[str] = set()
     for count, one in enumerate(candidates):
-        if one.takes is None or one.region != first.region or made.intersection(one.takes):
+        if one.takes is None or one.regions != first.regions or made.intersection(one.takes):
             return count - 1
         made.update(value.name for value in one.step.node.results)
     return len(candidates) - 1
