@@ -61,6 +61,7 @@ _COMPUTES = 0.02  # of a processor, on a machine however busy: such a process is
 _BEATS = 3  # that are missed by a rank that is called silent
 _GRACE_S = 10.0  # for the main thread to notice by itself what the thread knows
 _WORDS = 3  # of 8 bytes, for the name of a call
+_NOTES = 3  # numbers that a rank tells of itself with a handshake
 _LEAVE_S = 3.0  # that a rank takes at most to tell that it fails or leaves, and rank 0 stays for others that leave
 _STAY_S = 10.0  # that rank 0 stays at most for others to read why it failed
 _CONTENT = re.compile(r" holding [0-9a-f]{8}")
@@ -245,6 +246,8 @@ class Watchdog:
         self._shake: tuple[dist.Work, Tensor, Tensor, dict[str, str]] | None = None
         self._shakes = 0
         self._calls = 0  # of those that bystanders make too
+        self.notes: tuple[int, int, int] = (0, 0, 0)  # which this rank tells with every handshake
+        self.noted: Tensor | None = None  # a row of each of those that take part, of the last handshake
         self._stopping = threading.Event()
         self._post()
         self._thread = threading.Thread(target=self._run, name="lopsided-watch", daemon=True)
@@ -407,7 +410,7 @@ class Watchdog:
         self._step = int(facts["step"])
         if self._side is None or len(self.world.ranks) == 1:
             return
-        row = torch.tensor([*_packed(facts["call"]), *numbers])
+        row = torch.tensor([*_packed(facts["call"]), *numbers, *self.notes])
         heard = torch.empty(len(self.world.ranks), len(row), dtype=torch.int64)
         try:
             work = dist.all_gather(list(heard.unbind()), row, group=self._side, async_op=True)
@@ -425,7 +428,8 @@ class Watchdog:
         self.entering(what)
         try:
             work.wait()
-            if torch.equal(heard, row.expand_as(heard)):
+            if _is_same(heard, row):
+                self.noted = heard[:, -_NOTES:]
                 return
             if not torch.equal(heard[:, :_WORDS], row[:_WORDS].expand(len(heard), -1)):
                 # Without another exchange: who makes another call may wait elsewhere.
@@ -445,7 +449,7 @@ class Watchdog:
         if shake is None or not shake[0].is_completed():
             return
         _, heard, row, facts = shake
-        if facts["call"] != FORWARD or torch.equal(heard, row.expand_as(heard)):
+        if facts["call"] != FORWARD or _is_same(heard, row):
             return
         if torch.equal(heard[:, :_WORDS], row[:_WORDS].expand(len(heard), -1)):
             told = self._facts_of_all(facts, self._beats)
@@ -710,6 +714,11 @@ def _at_exit() -> None:
 def _torchrun_holds_the_store() -> bool:
     """It keeps the store in its own process; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _is_same(heard: Tensor, row: Tensor) -> bool:
+    """Whether all are about to do what this rank is; what they note beside it is their own."""
+    return torch.equal(heard[:, :-_NOTES], row[:-_NOTES].expand(len(heard), -1))
 
 
 def _packed(call: str) -> tuple[int, ...]:

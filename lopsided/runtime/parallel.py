@@ -50,6 +50,7 @@ from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
+from lopsided.planner.same_storage import StoredProgram
 from lopsided.runtime.agreement import (
     in_group_order,
     kinds_in_group_order,
@@ -68,16 +69,15 @@ from lopsided.runtime.out_of_memory import explain
 from lopsided.runtime.parameters import replicas
 from lopsided.runtime.parameters.adoption import Adopted, adopt, check_not_inside, hand_over, wrapped
 from lopsided.runtime.parameters.buffers import Buffers
-from lopsided.runtime.parameters.host_state import end_failed_steps, keep_on_host
+from lopsided.runtime.parameters.host_state import end_failed_steps, keep_coded, keep_on_host
 from lopsided.runtime.parameters.initial import initialise, take_first_values
 from lopsided.runtime.parameters.optimizers import settings_of, watch_optimizers
 from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
 from lopsided.runtime.parameters.piece_tensors import plain, step_ends
 from lopsided.runtime.parameters.pieces import Piece, piece_of
+from lopsided.runtime.progress import compiling
 from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
-from lopsided.schedule.regions import reruns_in
-from lopsided.schedule.stretches import most_nodes
 
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
@@ -107,6 +107,7 @@ class Parallel(nn.Module):
         on_nan: str = "stop",
         bucket_bytes: int | None = None,
         randomness: AnyRandomness | None = None,
+        quiet: bool = True,
     ) -> None:
         super().__init__()
         self.__dict__ |= {"plan": plan, "world": world, "steps_done": 0}
@@ -116,11 +117,10 @@ class Parallel(nn.Module):
             stored.leave_word()
         # A loss that is a module must not become a submodule, whose tensors would be saved with the model's.
         self.__dict__["_loss_fn"] = loss_fn
-        self._decisions = plan.decisions
-        if bucket_bytes is not None:
-            self._decisions = replace(self._decisions, bucket_bytes=bucket_bytes)
+        # If the user says it, in place of what is chosen for each program.
+        self._bucket_bytes = bucket_bytes
         self._forwards = 0
-        self._syncing = True
+        self._syncing, self._quiet = True, quiet
         self._handed_out = HandedOut()
         self._batch = batch
         self.last_cut: RowCut | None = None  # of the last batch's rows
@@ -157,6 +157,7 @@ class Parallel(nn.Module):
         self._inputs = self._new_inputs()
         self._planned = self._signature(self._form.read_batch(batch), None)
         watch_optimizers(self)
+        self._paced = Paced(self, self._side)
         self.__dict__["_of_model"] = {*vars(model)} - {*vars(self)} - {*vars(nn.Module())}
 
     # The model's own attributes
@@ -252,11 +253,13 @@ class Parallel(nn.Module):
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
         self._adopted = Adopted(self, pieces, model)
-        if self.world.takes_part and self.plan.on_host:
-            kind = kinds_in_group_order(self.plan, self.world)[self.world.place]
-            away = {update.parameter for update in self.plan.schedule.update if kind in update.on_host}
-            targets = [leaf.target for leaf in self.plan.graph.parameters if leaf.value.name in away]
-            keep_on_host(self._adopted.by_name[target] for target in targets)
+        if self.world.takes_part and (self.plan.on_host or self.plan.state_bits):
+            kind, updates = kinds_in_group_order(self.plan, self.world)[self.world.place], self.plan.schedule.update
+            away = {update.parameter for update in updates if kind in update.on_host}
+            coded = {update.parameter for update in updates if update.bits}
+            for keep, names in ((keep_on_host, away), (keep_coded, coded)):
+                targets = [leaf.target for leaf in self.plan.graph.parameters if leaf.value.name in names]
+                keep(self._adopted.by_name[target] for target in targets)
         save_whole(model, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
@@ -394,10 +397,12 @@ class Parallel(nn.Module):
         def of_round(number: int) -> dict[str, Tensor]:
             return leaves | local(number)
 
-        if trained and not self._knows_upstream and is_narrow(found.program.graph):
-            ran = run_for_values(found.executor, self._gradients, trained, of_round)
-        else:
-            ran = run_rounds(found.executor, self._gradients, trained, of_round, self._upstream)
+        new = 0 if found.executor.has_run else found.executor.functions
+        with compiling(new, quiet=self._quiet, is_first=self.world.place == 0):
+            if trained and not self._knows_upstream and is_narrow(found.program.graph):
+                ran = run_for_values(found.executor, self._gradients, trained, of_round)
+            else:
+                ran = run_rounds(found.executor, self._gradients, trained, of_round, self._upstream)
         with communicator.recorder.handshaking() if communicator.recorder is not None else nullcontext():
             self.watch.finish_handshake()
         # Every round has started from the same, and ends with the same.
@@ -466,12 +471,11 @@ class Parallel(nn.Module):
             self._constant_tensors[id(leaf)] = made.reshape(leaf.value.shape)
         return self._constant_tensors[id(leaf)]
 
-    def _compiled(self, program: Program, outputs: tuple[str, ...], rounds: int) -> Executor:
-        # A batch of another shape may have another graph.
-        reruns = tuple(reruns_in(program.graph, self._decisions.reruns))
+    def _compiled(self, stored: StoredProgram, outputs: tuple[str, ...]) -> Executor:
+        bucket_bytes = stored.decisions.bucket_bytes if self._bucket_bytes is None else self._bucket_bytes
         kinds = kinds_in_group_order(self.plan, self.world)
         return Executor(
-            lower(program, replace(self._decisions, reruns=reruns, microbatches=rounds)),
+            lower(stored.program, replace(stored.decisions, bucket_bytes=bucket_bytes, stretch=self.plan.stretch)),
             self._exchange,
             self._gradients,
             self.randomness,
@@ -514,9 +518,7 @@ class Parallel(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """What `parallelize(compile=True)` does, from the next step on. All ranks call it."""
         self.together("pm.compile")
-        stretch = self.plan.stretch or most_nodes(self.plan.on.devices, len(self.plan.program.steps))
-        self.__dict__["plan"] = replace(self.plan, stretch=stretch)
-        self._decisions = replace(self._decisions, stretch=stretch)
+        self.__dict__["plan"] = self.plan.compiled()
         self._form, self._programs = self._no_programs()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -587,14 +589,15 @@ class Parallel(nn.Module):
         piece was moved. Every rank calls it, between two steps."""
         self.together("pm.replan")
         if plan is None:
-            return self.watch_pace().now()
+            return self._paced is not None and self._paced.now()
         take_shares(self, plan)
         return True
 
     def watch_pace(self) -> Paced:
-        """From now on every step's time is noted, and shares are changed when that is worth it."""
+        """From now on shares are changed when that is worth it."""
         if self._paced is None:
             self._paced = Paced(self, self._side)
+        self._paced.follows = True
         return self._paced
 
     @property
@@ -621,6 +624,8 @@ class Parallel(nn.Module):
         self._form, self._programs = self._no_programs()
         self._inputs = self._new_inputs()
         self._handed_out = HandedOut()
+        if self._paced is not None:
+            self._paced.begin_anew()
 
     # What is recorded
 
@@ -713,7 +718,7 @@ class Parallel(nn.Module):
     def _tell_all(self, loss: Tensor) -> None:
         """From the first rank that takes part to all of the world."""
         self.watch.entering("the loss, told to all ranks")
-        # By way of the host where processes share a GPU: they talk over gloo.
+        # By way of the host where they talk over gloo.
         told = loss if self.world.backend_of_all == "nccl" else loss.cpu()
         try:
             dist.broadcast(told, self.world.ranks[0])

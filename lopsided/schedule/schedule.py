@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -45,11 +45,10 @@ from lopsided.ir.program import Program, Step, placement_at
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.decisions import (
-    LISTED,
     Decisions,
-    parse_on_host,
-    parse_rerun,
+    parse_decisions,
 )
+from lopsided.schedule.regions import RegionNodes, offloaded_of
 
 Phase = Literal["forward", "again", "backward"]
 
@@ -176,13 +175,15 @@ class Chunked:
 class Update:
     """The optimizer updates what this device stores of a parameter.
 
-    Devices of the kinds `on_host` fetch its state from the memory of their host for that, and take it back there.
+    Devices of the kinds `on_host` fetch its state from the memory of their host for that, and take it back there. State
+    that is kept in so many `bits` is written out for it, and put into them again.
     """
 
     id: str
     parameter: str
     placement: Placement
     on_host: tuple[int, ...] = ()
+    bits: int = 0
 
 
 Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute | Stretch | Chunked
@@ -260,6 +261,11 @@ class Schedule:
     def regions(self) -> Mapping[str, Recompute]:
         """What runs again, by the id of the region."""
         return {item.id: item for item in self.backward if isinstance(item, Recompute)}
+
+    @cached_property
+    def offloaded(self) -> Mapping[str, RegionNodes]:
+        """What is saved in the memory of the host, by an id of the region."""
+        return {f"offload.{k}": region for k, region in enumerate(offloaded_of(self.program, self.decisions))}
 
     @cached_property
     def chunked(self) -> Mapping[str, Chunked]:
@@ -353,13 +359,14 @@ def _line(item: Item | Update) -> str:
         return f"{item.id} = {', '.join(item.nodes)}{kept}{on}"
     if isinstance(item, Update):
         on = f" from host on {', '.join(map(str, item.on_host))}" if item.on_host else ""
-        return f"update {item.parameter} {item.placement}{on}"
+        bits = f" in {item.bits} bits" if item.bits else ""
+        return f"update {item.parameter} {item.placement}{bits}{on}"
     if not item.bucket:
         return f"convert {item.id}"
     return f"{'give' if item.phase == 'backward' else 'take'} {item.id} by {item.bucket}"
 
 
-_STEP = re.compile(r"step ((?:\w+=\d+(?: |$))+)(?:reruns=(\S+) ?)?(?:on_host=(\S+))?")
+_STEP = re.compile(r"step (\w+=.+)")
 _RUN = re.compile(r"(run|again|back) (\S+)")
 _EXCHANGE = re.compile(r"exchange (run|again|back) (\S+) #(\d+)")
 _CONVERT = re.compile(r"(?:convert|take|give) ((∂?)(\S+) (\S+)→(\S+?)( again)?)(?: by (\S+))?")
@@ -367,7 +374,7 @@ _BUCKET = re.compile(r"((gather|reduce)\.\d+) = (\w+) (\w+) (.+?)( waited for)?"
 _STRETCH = re.compile(r"(stretch\.\S+) = (.+)")
 _CHUNKED = re.compile(r"(chunked\.\S+) = (.+) by (\d{1,12}) rows")
 _RECOMPUTE = re.compile(r"(recompute\.\d+) = (.+?)(?: keeps (.+?))?(?: on ([\d, ]+))?")
-_UPDATE = re.compile(r"update (\S+) (\S+)(?: from host on ([\d, ]+))?")
+_UPDATE = re.compile(r"update (\S+) (\S+)(?: in (\d{1,2}) bits)?(?: from host on ([\d, ]+))?")
 _PHASES: Mapping[str, Phase] = {"run": "forward", "again": "again", "back": "backward"}
 
 
@@ -392,15 +399,13 @@ class _Parser:
 
     def read(self, line: str, where: str) -> None:
         if match := _STEP.fullmatch(line):
-            reruns = tuple(map(parse_rerun, match[2].split(","))) if match[2] else ()
-            on_host = tuple(map(parse_on_host, match[3].split(","))) if match[3] else ()
-            self.decisions = replace(_decisions(match[1], where), reruns=reruns, on_host=on_host)
+            self.decisions = _decisions(match[1], where)
         elif line in ("forward", "backward", "update"):
             self.section = line
         elif self.section == "update" and (match := _UPDATE.fullmatch(line)):
             self._known(match[1], where)
-            kinds = tuple(map(int, match[3].split(", "))) if match[3] else ()
-            self.updates.append(Update(f"update {match[1]}", match[1], placement_at(match[2], where), kinds))
+            kinds, bits = tuple(map(int, match[4].split(", "))) if match[4] else (), int(match[3] or 0)
+            self.updates.append(Update(f"update {match[1]}", match[1], placement_at(match[2], where), kinds, bits))
         elif self.section in self.passes and (item := self._item(line, where)) is not None:
             self.passes[self.section].append(item)
         else:
@@ -486,13 +491,10 @@ class _Parser:
 
 
 def _decisions(text: str, where: str) -> Decisions:
-    known = {field.name: field.type for field in fields(Decisions) if field.name not in LISTED}
-    given: dict[str, int | bool] = {}
-    for name, number in (pair.split("=") for pair in text.split()):
-        if name not in known or len(number) > 18:
-            raise ProgramError(f"there is no decision {name}={number[:20]}", where=where, do=f"give {', '.join(known)}")
-        given[name] = bool(int(number)) if known[name] == "bool" else int(number)
-    return replace(Decisions(), **given)  # type: ignore[arg-type]
+    try:
+        return parse_decisions(text)
+    except ProgramError as error:
+        raise ProgramError(error.what, where=where, do=error.do) from None
 
 
 # Items from a program

@@ -122,7 +122,9 @@ class ShardedLoader:
             self.batches += 1
             if self._padding is not None:
                 batch = self._padding.fill(batch)
-            self.handed_out = HandedOut(f"batch {self.batches} of epoch {self.epoch}{content}", rows)
+            # Of a batch that all have whole nobody has rows, though with one row it looks as if one process had them.
+            cut = rows if self.is_cut else 0
+            self.handed_out = HandedOut(f"batch {self.batches} of epoch {self.epoch}{content}", cut)
             self.handed_out.mark(batch)
             self._tell(self.handed_out)
             yield batch

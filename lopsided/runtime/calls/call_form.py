@@ -33,7 +33,7 @@ _DEEPEST = 3
 
 @dataclass(frozen=True)
 class HandedOut:
-    """A batch that a sharded loader has given: which, and how many rows it has in all; 0 where nobody knows."""
+    """A batch that a sharded loader has given: which, and how many rows it has in all; 0 where it was given whole."""
 
     which: str = ""
     rows: int = 0
