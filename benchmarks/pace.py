@@ -10,9 +10,10 @@ group would, and some hundred steps later is let go. Told are, for both changes,
     reference_step_s   what a step takes by that plan, made by hand, with the same stops
 
 With `--noise`, every process waits in each of so many steps for a time of its own, a tenth of its step as a standard
-deviation: shares must not change. With `--watched`, steps of 50 ms are taken with all watching on (watchdog and pace):
-`cost` is, over a step, the processor's time of its threads and what its calls take on the rank that waits least there:
-the others would wait for that one in the next step's first collective.
+deviation: shares must not change. With `--watched`, steps of 50 ms are taken with all watching on (watchdog and
+pace): `cost` is, over a step, the processor's time of its threads and of all its calls, on the rank that spends most.
+Its one collective, the handshake, is sent before a step is computed and looked at behind it: who waits there would wait
+for the same rank in the step's own collectives.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ SPEC = "mlp:layers=4,width=512,classes=16,batch=768"
 WATCHED = "mlp:layers=2,width=12,classes=5,batch=8"
 WORLD, SLOW, PERIOD_S = 2, 3.0, 0.009
 NOISE_S = 0.01  # a tenth of a step of some 100 ms
+WATCHING = ("step_done", "start_handshake", "finish_handshake", "entering", "left", "at_step")  # calls in every step
 NEAR, OF = 1.1, 5  # "within a tenth", of the median of so many steps
 
 
@@ -202,20 +204,24 @@ def watched(steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="lopsided-pace-") as name:
         folder = Path(name)
         plan_for(WATCHED, folder)
-        took: dict[str, float] = {"calls_s": 0.0, "processor_s": 0.0}
+        took = dict.fromkeys((*WATCHING, "calls_s", "threads_s"), 0.0)
+
+        def timed(of: Any, name: str) -> None:
+            call = getattr(of, name)
+
+            def timing(*args: Any, **named: Any) -> None:
+                began_s, used_s = time.perf_counter(), time.thread_time()
+                call(*args, **named)
+                took["calls_s"] += time.perf_counter() - began_s
+                took[name] += time.thread_time() - used_s
+
+            setattr(of, name, timing)
 
         def before(pm: Any, number: int) -> None:
             if number == 10:
-                paced = pm.watch_pace()
-                done = paced.step_done
-
-                def timed() -> None:
-                    began_s, used_s = time.perf_counter(), time.thread_time()
-                    done()
-                    took["calls_s"] += time.perf_counter() - began_s
-                    took["processor_s"] += time.thread_time() - used_s
-
-                paced.step_done = timed
+                timed(pm.watch_pace(), "step_done")
+                for name in WATCHING[1:]:
+                    timed(pm.watch, name)
                 took["threads_s"] = -thread_ticks()
             if number == steps + 9:
                 took["threads_s"] += thread_ticks()
@@ -227,7 +233,7 @@ def watched(steps: int) -> dict[str, Any]:
         )
         found = [json.loads(path.read_text()) for path in sorted(folder.glob("watched-*.json"))]
         each = [{key: value / (steps - 1) for key, value in one.items()} for one in found]
-        cost = (min(one["calls_s"] for one in each) + max(one["threads_s"] for one in each)) / 0.05
+        cost = max(sum(one[name] for name in (*WATCHING, "threads_s")) for one in each) / 0.05
         return {"steps": steps, "a_step": each, "cost": cost, "codes": codes}
 
 

@@ -24,6 +24,7 @@ def about() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "load": ", ".join(f"{one:.1f}" for one in os.getloadavg()) + " in the last 1, 5 and 15 minutes",
     }
 
 

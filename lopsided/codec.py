@@ -39,6 +39,8 @@ MOST_BYTES_OF_A_FILE = 128 * 2**20
 
 _WIDTH = 140
 _MOST_CHARACTERS = 10_000
+# `a.a.a = 1` in a line of TOML nests tables, which takes the square of the number of its dots to read.
+_MOST_DOTS = 1000
 # So much is read of a file that is there, to see of which kind it is.
 _HEAD_BYTES = 2**16
 
@@ -404,6 +406,9 @@ def _parsed_json(text: str, place: Place) -> object:
 
 def parse_toml(cls: type[T], text: str, place: Place) -> T:
     """The object that a text of TOML describes."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MOST_DOTS:
+            raise place.refuse(f"line {number} has more than {_MOST_DOTS:,} dots", "write shorter lines")
     try:
         given = tomllib.loads(text)
     except (ValueError, RecursionError) as error:

@@ -37,6 +37,7 @@ folders: set[str] = set()
 """What is to be removed when the process ends; who makes a temporary folder adds it."""
 
 _interrupted = threading.Event()
+_ending = threading.Lock()
 _leave_s = LEAVE_S
 _said = False
 
@@ -134,6 +135,7 @@ def answering(most_s: float) -> Iterator[None]:
 
 def end(status: int = STATUS) -> None:
     """End this process and all that it started, and remove what it keeps among the temporary files."""
+    _ending.acquire()  # for good: once what was started ends, the main thread comes here too, and would leave before
     _end_all(_descendants())
     for folder in [*folders]:
         shutil.rmtree(folder, ignore_errors=True)
@@ -177,7 +179,14 @@ def _descendants() -> list[int]:
     found = list(children.get(os.getpid(), ()))
     for process in found:  # which grows
         found += children.get(process, ())
-    return found
+    return [process for process in found if not _cleans_up(process)]
+
+
+def _cleans_up(process: int) -> bool:
+    """Whether it removes what the others leave, once they have ended, and ends by itself."""
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
+    return False
 
 
 end_while_importing()

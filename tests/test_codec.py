@@ -138,6 +138,9 @@ def test_toml_goes_the_same_way() -> None:
     assert parse_toml(Sample, text, Place(kind, "x.toml")).parts == (Part("x"),)
     with pytest.raises(PlanError, match="share is nan"):
         parse_toml(Sample, text + "share = nan\n", Place(kind, "x.toml"))
+    # Which would take gigabytes to read.
+    with pytest.raises(PlanError, match="line 6 has more than 1,000 dots"):
+        parse_toml(Sample, text + "a." * 25_000 + "a = 1\n", Place(kind, "x.toml"))
 
 
 # Round trips of every kind of file; those of plans are in planner/test_plan_file.py

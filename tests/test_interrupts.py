@@ -29,7 +29,8 @@ def interrupted(folder: Path, words: list[str], ready: Callable[[int], bool]) ->
     """A command in a terminal of its own, interrupted when its process is ready: status, and stderr."""
     temporary = folder / "temporary"
     temporary.mkdir()
-    environment = {**os.environ, "TMPDIR": str(temporary)}
+    # Inductor's cache is among the temporary files unless it is said, and stays.
+    environment = {**os.environ, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     command = [sys.executable, "-m", "lopsided", *words]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment, start_new_session=True
@@ -57,11 +58,12 @@ def test_while_importing(library: str, tmp_path: Path) -> None:
     assert interrupted(tmp_path, ["clusters"], loaded) == (130, "interrupted\n")
 
 
-def test_a_run_ends_with_scripts_that_would_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [[], ["--elastic"]], ids=["started", "forked"])
+def test_a_run_ends_with_scripts_that_would_go_on(how: list[str], tmp_path: Path) -> None:
     save_plan(plan_of(), tmp_path / "plan.json")
     (tmp_path / "train.py").write_text(STUBBORN)
     started = lambda: list(tmp_path.glob("*.started"))  # noqa: E731
-    status, said = interrupted(tmp_path, ["run", "plan.json", "train.py"], lambda _: len(started()) == 3)
+    status, said = interrupted(tmp_path, ["run", *how, "plan.json", "train.py"], lambda _: len(started()) == 3)
     assert status == 130
     assert "interrupted" in said
     assert "Traceback" not in said

@@ -21,6 +21,7 @@ from scipy.optimize import linear_sum_assignment
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.devices import Kind
+from lopsided.comm.backend_choice import NO_NCCL, Nccl
 from lopsided.errors import WorldError
 
 ENOUGH_MEMORY = 0.9
@@ -46,6 +47,7 @@ class RankInfo:
     hardware: str  # "NVIDIA GeForce RTX 3060", "cpu"
     memory_bytes: int
     chip: str = ""  # what tells one GPU from another
+    nccl: Nccl = NO_NCCL
 
     @property
     def is_gpu(self) -> bool:

@@ -61,6 +61,7 @@ _COMPUTES = 0.02  # of a processor, on a machine however busy: such a process is
 _BEATS = 3  # that are missed by a rank that is called silent
 _GRACE_S = 10.0  # for the main thread to notice by itself what the thread knows
 _WORDS = 3  # of 8 bytes, for the name of a call
+_NOTES = 3  # numbers that a rank tells of itself with a handshake
 _LEAVE_S = 3.0  # that a rank takes at most to tell that it fails or leaves, and rank 0 stays for others that leave
 _STAY_S = 10.0  # that rank 0 stays at most for others to read why it failed
 _CONTENT = re.compile(r" holding [0-9a-f]{8}")
@@ -245,6 +246,8 @@ class Watchdog:
         self._shake: tuple[dist.Work, Tensor, Tensor, dict[str, str]] | None = None
         self._shakes = 0
         self._calls = 0  # of those that bystanders make too
+        self.notes: tuple[int, int, int] = (0, 0, 0)  # which this rank tells with every handshake
+        self.noted: Tensor | None = None  # a row of each of those that take part, of the last handshake
         self._stopping = threading.Event()
         self._post()
         self._thread = threading.Thread(target=self._run, name="lopsided-watch", daemon=True)
@@ -363,11 +366,20 @@ class Watchdog:
     # Handshakes
 
     def start_handshake(
-        self, step: int, program: str, inputs: str, reads: str = "", *, training: bool, sync: bool
+        self,
+        step: int,
+        program: str,
+        inputs: str,
+        reads: str = "",
+        optimizers: str = "",
+        *,
+        training: bool,
+        sync: bool,
     ) -> None:
         """Tell the others what this rank is about to do, and return at once. All that take part call it, step by step.
 
-        `program`, `inputs` and `reads` are texts that must be equal on all ranks, and are shown when they are not.
+        `program`, `inputs`, `reads` and `optimizers` are texts that must be equal on all ranks, and are shown when they
+        are not.
         """
         facts = {
             "call": FORWARD,
@@ -375,17 +387,19 @@ class Watchdog:
             "program": program[:100],
             "inputs": inputs[:1000],
             "what forward reads": reads[:200],
+            "optimizers": optimizers[:400],
             "mode": "training" if training else "evaluation",
             "gradients": "synchronised" if sync else "kept (no_sync)",
         }
-        self._tell([step, _number(program + reads), _number(inputs), training, sync], facts)
+        numbers = [_number(program + reads), _number(inputs), _number(optimizers)]
+        self._tell([step, *numbers, training, sync], facts)
 
     def call(self, what: str, *, bystanders: bool = True) -> None:
         """A call that every rank must make begins: refuse it if others make another one, or none within the timeout.
 
         Ranks without a device make it too, unless `bystanders` says that they do not.
         """
-        self._tell([self._step, 0, 0, 0, 0], {"call": what, "step": str(self._step)})
+        self._tell([self._step, 0, 0, 0, 0, 0], {"call": what, "step": str(self._step)})
         self.finish_handshake()
         if bystanders and self.world.size > len(self.world.ranks):
             self._meet_bystanders(what)
@@ -396,7 +410,7 @@ class Watchdog:
         self._step = int(facts["step"])
         if self._side is None or len(self.world.ranks) == 1:
             return
-        row = torch.tensor([*_packed(facts["call"]), *numbers])
+        row = torch.tensor([*_packed(facts["call"]), *numbers, *self.notes])
         heard = torch.empty(len(self.world.ranks), len(row), dtype=torch.int64)
         try:
             work = dist.all_gather(list(heard.unbind()), row, group=self._side, async_op=True)
@@ -414,7 +428,8 @@ class Watchdog:
         self.entering(what)
         try:
             work.wait()
-            if torch.equal(heard, row.expand_as(heard)):
+            if _is_same(heard, row):
+                self.noted = heard[:, -_NOTES:]
                 return
             if not torch.equal(heard[:, :_WORDS], row[:_WORDS].expand(len(heard), -1)):
                 # Without another exchange: who makes another call may wait elsewhere.
@@ -434,7 +449,7 @@ class Watchdog:
         if shake is None or not shake[0].is_completed():
             return
         _, heard, row, facts = shake
-        if facts["call"] != FORWARD or torch.equal(heard, row.expand_as(heard)):
+        if facts["call"] != FORWARD or _is_same(heard, row):
             return
         if torch.equal(heard[:, :_WORDS], row[:_WORDS].expand(len(heard), -1)):
             told = self._facts_of_all(facts, self._beats)
@@ -455,16 +470,18 @@ class Watchdog:
 
     def _difference(self, told: Mapping[int, dict[str, str]]) -> WorldError:
         odd = odd_ones(told) or "some do another step"
-        # With the same shapes, what differs is what is in them.
-        alike = not odd_ones({k: one | {"inputs": _CONTENT.sub("", one["inputs"])} for k, one in told.items()})
-        return WorldError(
-            f"ranks do not do the same: {odd}",
-            where=f"rank {self.world.rank}, step {self._step}",
-            do="the batches have the same shapes and differ: give each rank its rows (lopsided.shard(loader, pm)), or "
-            "all the same whole batch (the same seed before the loader is made and wherever inputs are drawn)"
-            if alike
-            else "run the same steps on every rank, with batches of the same shapes",
-        )
+        do = "run the same steps on every rank, with batches of the same shapes"
+        if odd_ones({k: {"optimizers": one.get("optimizers", "")} for k, one in told.items()}):
+            do = "take the same steps with the same learning rate on every rank: what decides (a metric, some rows' "
+            do += "loss) must be alike, so make it of lopsided.gather(output)"
+        elif not odd_ones({k: one | {"inputs": _CONTENT.sub("", one["inputs"])} for k, one in told.items()}):
+            # With the same shapes, what differs is what is in them.
+            do = (
+                "the batches have the same shapes and differ: give each rank its rows (lopsided.shard(loader, pm)), or "
+            )
+            do += "all the same whole batch (the same seed before the loader is made and wherever inputs are drawn)"
+        where = f"rank {self.world.rank}, step {self._step}"
+        return WorldError(f"ranks do not do the same: {odd}", where=where, do=do)
 
     def _refuse_calls(self, calls: Mapping[int, str]) -> NoReturn:
         """Ranks make different calls, of which some cannot look up from theirs: they are told why it will not end."""
@@ -697,6 +714,11 @@ def _at_exit() -> None:
 def _torchrun_holds_the_store() -> bool:
     """It keeps the store in its own process; otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _is_same(heard: Tensor, row: Tensor) -> bool:
+    """Whether all are about to do what this rank is; what they note beside it is their own."""
+    return torch.equal(heard[:, :-_NOTES], row[:-_NOTES].expand(len(heard), -1))
 
 
 def _packed(call: str) -> tuple[int, ...]:

@@ -29,7 +29,8 @@ from lopsided.errors import RankError
 
 _GRACE_S = 20.0
 """How long the others have to answer when one has failed: enough to say what they make of it."""
-_PRELOAD = ["torch", "torch.distributed", "lopsided"]
+PRELOAD = ["torch", "torch.distributed", "lopsided"]
+"""What a server imports before it forks workers."""
 
 
 class WorkerPool:
@@ -49,13 +50,13 @@ class WorkerPool:
         interrupts.folders.add(self._folder.name)
         # A server that has imported torch once and forks: a worker starts in a tenth of a second.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(PRELOAD)
         interrupts.folders.add(util.get_temp_dir())  # of the server's sockets
         port = _free_port()
         self._pipes: list[Connection] = []
         self._workers: list[BaseProcess] = []
         try:
-            with _deaf_to_interrupts():
+            with deaf_to_interrupts():
                 for rank in range(size):
                     mine, theirs = context.Pipe()
                     pinned = list(cores[rank]) if cores is not None else None
@@ -148,7 +149,7 @@ class WorkerPool:
 
 
 @contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
+def deaf_to_interrupts() -> Iterator[None]:
     """Ctrl-C waits until this is over, and is not heard at all by processes that are started in here.
 
     It is for the parent, which ends its workers without a word. A worker that is half started would be left behind.

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
+from lopsided.comm.backend_choice import choose_backend, nccl_here
 from lopsided.ir.placement import start_of
 from lopsided.models.by_name import load
 from lopsided.profiling.measure import measure
@@ -245,10 +246,15 @@ def _own(devices: tuple[str, ...]) -> torch.device:
 _groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
 
+def backend_on(devices: Sequence[str]) -> str:
+    """What workers on these devices of this machine, which all have what this process has, talk over."""
+    chips = [device if device.startswith("cuda") else "" for device in devices]
+    return choose_backend(chips, [nccl_here()] * len(chips)).name
+
+
 def _group(devices: tuple[str, ...]) -> dist.ProcessGroup | None:
-    """NCCL where every worker has a GPU of its own; else the group there is, which is gloo."""
-    apart = len(set(devices)) == len(devices) and all(device.startswith("cuda") for device in devices)
-    if not apart or not dist.is_nccl_available():
+    """A group of NCCL's, where that is what they talk over; else the group there is, which is gloo."""
+    if backend_on(devices) != "nccl":
         return None
     if devices not in _groups:
         _groups[devices] = dist.new_group(backend="nccl")

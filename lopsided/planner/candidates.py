@@ -50,6 +50,7 @@ class Candidate:
     bucket_bytes: int = BUCKET_BYTES
     reruns: tuple[Rerun, ...] = ()
     on_host: tuple[OnHost, ...] = ()
+    state_bits: int = 0
 
     @property
     def step_s(self) -> float:

@@ -171,7 +171,7 @@ class PartSearch:
             # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
             least, _ = self._found(name, shares, hidden, _DEAREST, regather)
             if regather:
-                how = (regather, least.bucket_bytes, self.pool.everything(least.program))
+                how = (regather, least.bucket_bytes, self.pool.everything(least.program), (), self.pool.state_bits)
                 laid = self.pool.laid_out(self.on, least.program, *how)
                 self.pool.leanest.append(laid.held)
             if least.fits:

@@ -92,7 +92,7 @@ def in_best_rounds(
 
 def _is_short(plan: Plan) -> bool:
     """Whether memory decides how the step is done."""
-    if plan.reruns or plan.on_host or plan.regather:
+    if plan.reruns or plan.on_host or plan.state_bits or plan.regather:
         return True
     limits = [
         limit for limit, kind in zip(memory_limits(plan.on), plan.on.kinds, strict=True) for _ in range(kind.devices)

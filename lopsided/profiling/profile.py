@@ -238,6 +238,7 @@ def _facts(device: torch.device) -> list[object]:
         cores,
         quota_of_processors(),
         backend,
+        str(seat.nccl),
         [os.environ.get(name, "") for name in _MORE],
     ]
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Link
+from lopsided.comm.backend_choice import choose_backend
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import lasting_group, patience_s
 from lopsided.ir.graph import Graph
@@ -47,9 +48,8 @@ def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _backend(seats: Sequence[RankHost]) -> str:
-    """What training will talk over: NCCL where every process has a GPU of its own, gloo otherwise."""
-    gpus = {chip_of(seat) for seat in seats if seat.gpu}
-    return "nccl" if len(gpus) == len(seats) and dist.is_nccl_available() else "gloo"
+    """What training will talk over."""
+    return choose_backend([chip_of(seat) if seat.gpu else "" for seat in seats], [seat.nccl for seat in seats]).name
 
 
 def group_to_talk(group: dist.ProcessGroup | None, seats: Sequence[RankHost]) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from lopsided.errors import InputError, PlanError, WorldError
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
+from lopsided.planner.allowed import EIGHT_BIT_STATE, allowed
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, parse_plan, plan_text
 from lopsided.planner.planner import plan_rivals
@@ -37,7 +38,6 @@ from lopsided.profiling.profile import measure_once
 from lopsided.runtime.calls.shapes import Lengths, lengths_of
 from lopsided.runtime.progress import Announcer
 from lopsided.schedule.rounds import in_rounds
-from lopsided.schedule.stretches import most_nodes
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""
@@ -70,13 +70,18 @@ def agreed_plans(
     tell: Announcer,
     shapes: Callable[[], Sequence[tuple[Graph, float]]] = lambda: (),
     microbatches: int | None = None,
+    allow: Iterable[str] = (),
 ) -> tuple[Plan, ...]:
     """Rank 0's plans, on every rank; refused unless they are for this graph. One that is given is the only one; else
-    the best comes first, and at the most so many are made, all in `microbatches` rounds if that is given."""
+    the best comes first, and at the most so many are made, all in `microbatches` rounds if that is given, and with
+    techniques that change numbers only as `allow` has them."""
+    may = allowed(allow)
     if plan is None and cluster is None and (path := os.environ.get(PLAN_VARIABLE)):
         plan = path
     if plan is not None and os.environ.get(ELASTIC_VARIABLE) == "1":
+        wished = plan
         plan, cluster = _wish(plan, graph, device, tell)
+        may |= _allowed_before(wished, graph.namespaces) if plan is None else frozenset()
         measure_s = _BRIEFLY_S if measure_s is None else min(measure_s, _BRIEFLY_S)
     if plan is not None and most > 1:
         raise InputError(
@@ -99,10 +104,15 @@ def agreed_plans(
                         f"a plan for several lengths is wanted in {microbatches} rounds",
                         do="leave out batches= or microbatches=",
                     )
+                if may:
+                    raise InputError(
+                        f"a plan for several lengths keeps all state as it is, and {min(may)} is allowed",
+                        do="leave out batches= or allow=",
+                    )
                 graphs, often = zip(*others, strict=True)
                 plans = (plan_for_shapes((graph, *graphs), (0.0, *often), where, optimizer=optimizer),)
             else:
-                plans = plan_rivals(graph, where, most, optimizer=optimizer, microbatches=microbatches)
+                plans = plan_rivals(graph, where, most, optimizer=optimizer, microbatches=microbatches, allow=may)
         if microbatches not in (None, plans[0].microbatches):
             raise PlanError(
                 f"the plan has {rounds_text(plans[0].microbatches)} of the batch, and {microbatches} are asked for",
@@ -153,6 +163,15 @@ def _wish(
         tell.warn(f"{error.what}: {what}")
         return None, left
     return given, None
+
+
+def _allowed_before(plan: Plan | str | Path, namespaces: Collection[str]) -> frozenset[str]:
+    """What whoever made a plan has allowed, as far as it is used: one in its place may use it too."""
+    if isinstance(plan, Plan):
+        bits = plan.state_bits
+    else:
+        bits = int(from_first(lambda: str(load_plan(plan, namespaces).state_bits)))
+    return frozenset((EIGHT_BIT_STATE,)) if bits else frozenset()
 
 
 def agreed_lengths(batch: object, batches: Iterable[object], tell: Announcer) -> Lengths:
@@ -260,9 +279,8 @@ def compiled_where_wanted(plans: Sequence[Plan], compile: bool | None, device: t
         dist.all_reduce(gpus, dist.ReduceOp.MAX, group=group_to_talk())
     found = []
     for plan in plans:
-        most = plan.stretch or most_nodes(plan.on.devices, len(plan.program.steps))
         on = wanted == str(True) or (wanted == str(None) and (plan.stretch > 0 or bool(gpus.item())))
-        found.append(replace(plan, stretch=most if on else 0))
+        found.append(plan.compiled() if on else replace(plan, stretch=0))
     return tuple(found)
 
 

@@ -80,6 +80,7 @@ def launch_words(
 def _elastic_words(on: Cluster, named: set[str], node: str, master: str) -> list[str]:
     """Started again as often as need be; with several nodes, each goes on with those that are there."""
     words = [] if "--max-restarts" in named else ["--max-restarts", str(RESTARTS)]
+    words += [] if "--start-method" in named else ["--start-method", "forkserver"]
     if on.nodes == 1 or ("--nproc-per-node" in named and not named & {*_MEETING, "--nnodes"} and not master):
         words += [] if "--nproc-per-node" in named else ["--nproc-per-node", str(on.devices)]
         return words + ([] if named & {*_MEETING, "--nnodes"} else ["--standalone"])

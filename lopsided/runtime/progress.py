@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from lopsided.planner.plan_data import Plan
 
@@ -95,6 +95,19 @@ def shown(*, quiet: bool, is_first: bool) -> Iterator[None]:
             _log.setLevel(before)
     else:
         yield
+
+
+@contextmanager
+def compiling(functions: int, *, quiet: bool, is_first: bool) -> Iterator[None]:
+    """In here a step runs for the first time that compiles so many functions, if any."""
+    if not functions:
+        yield
+        return
+    with nullcontext() if quiet else shown(quiet=False, is_first=is_first):
+        tell = Announcer(lambda _: None, logs=is_first and not quiet)
+        tell(f"compiling {functions} function{'' if functions == 1 else 's'}")
+        yield
+        tell(f"compiled after {tell.seconds:.1f} s")
 
 
 class _OnTerminal(logging.StreamHandler):  # type: ignore[type-arg]

@@ -334,14 +334,14 @@ class Costs:
             )
         return seconds
 
-    def fetched(self, leaf: Leaf, placement: Placement) -> tuple[Affine, ...]:
+    def fetched(self, state_bytes: int, placement: Placement) -> tuple[Affine, ...]:
         """What it takes more to update a parameter so, per kind, where its state is in host memory: it is fetched, and
         taken back."""
         found = []
         for kind in self.cluster.kinds:
             # Where host memory is the device's own, it is read and written there.
             per_s = kind.host_bytes_per_s or kind.bytes_per_s / 2
-            seconds = 2 * self.optimizer.state * leaf.value.bytes / per_s
+            seconds = 2 * state_bytes / per_s
             found.append(Affine(0.0, seconds) if placement.is_shard else Affine(seconds, 0.0))
         return tuple(found)
 

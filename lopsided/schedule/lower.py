@@ -40,11 +40,12 @@ from typing import TypeVar
 from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program, Step
 from lopsided.ops.simulated_devices import cotangent
+from lopsided.schedule.coded_state import bits_of_state
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.host_state import kept_on_host
 from lopsided.schedule.loss_heads import LossHead, chunks_of
-from lopsided.schedule.regions import regions_of
+from lopsided.schedule.regions import offloaded_of, regions_of
 from lopsided.schedule.schedule import (
     Bucket,
     Chunked,
@@ -107,6 +108,8 @@ class _Lowering:
         self.parameters = program.graph.parameter_names
         self.marked = regions_of(program, decisions)
         self.regions = {name: k for k, region in enumerate(self.marked) for name in region.nodes}
+        away = offloaded_of(program, decisions)
+        self.away = {name: k for k, region in enumerate(away) for name in region.nodes}
         heads = chunks_of(program, decisions)
         self.heads = {head.last: (head, rows) for head, rows in heads}
         self.chunked = {name for head, _ in heads for name in head.nodes}
@@ -123,8 +126,9 @@ class _Lowering:
         forward = buckets.filled([*(item for group in self.groups for item in self._run_forward(group)), *self.ends])
         backward = buckets.filled(list(self._backward()))
         from_host = kept_on_host(program, self.decisions.on_host)
+        bits = bits_of_state(program, self.decisions.state_bits)
         update = tuple(
-            Update(f"update {name}", name, placement, from_host.get(name, ()))
+            Update(f"update {name}", name, placement, from_host.get(name, ()), bits.get(name, 0))
             for name, placement in program.leaves
             if name in self.parameters and program.graph.values[name].grad
         )
@@ -180,11 +184,11 @@ class _Lowering:
         )
         _, talks_back = sent_by(self.program.graph, one.step.node, one.step.rule)
         region = self._region(one.step)
-        # Where a region keeps what some of its nodes made, each runs by itself.
-        partly = region >= 0 and bool(self.marked[region].kept)
-        apart = partly or one.step.node.name in self.chunked
+        # A node of a region that does not run again with it runs by itself.
+        spared = region >= 0 and one.step.node.name not in self.marked[region].again
+        apart = spared or one.step.node.name in self.chunked
         takes = None if sends or talks_back or apart else tuple(item.value for item in one.made)
-        return Joinable(one.step, takes, region)
+        return Joinable(one.step, takes, (region, self.away.get(one.step.node.name, -1)))
 
     def _run_forward(self, group: Sequence[_Lowered]) -> Iterator[Item]:
         """A group where it stands; of a head that runs some rows at a time, all of it where its loss stands."""

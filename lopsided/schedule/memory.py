@@ -9,14 +9,15 @@ In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whol
                                 rule cuts                                                  `_saved`
                                 of a checkpointed region what it takes from outside, and   `_taken`
                                 what it keeps of what its nodes made                       `_made`
+                                the same of one that saves in the memory of the host
     recomputed                  the rest of what its steps save, while it runs backward:
                                 of one region at a time                                    `_working`
     gathered copies             of parameters: all of them until the backward pass, or,
                                 regathered, the largest two at once; of a checkpointed
                                 region all, but of one region at a time                    `_gathered`
-    streamed                    optimizer state that is in host memory, while it is here for
-                                the update: of the largest slice, and nothing that is saved
-                                or at work is there any more                               `_streamed`
+    streamed                    optimizer state that is in host memory or in 8 bits, while it
+                                is written out here for the update: of the largest slice,
+                                and nothing that is saved or at work is there any more      `_streamed`
     waiting                     gradients of gathered parameters, whole, until a bucket of
                                 them is full                                               `_waiting`
     between rounds              sums of gradients that the last round sends, and the rows
@@ -45,10 +46,12 @@ from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement
 from lopsided.ir.program import Fact, Step
 from lopsided.ops.op import Call
+from lopsided.schedule.coded_state import state_bytes
 from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
 from lopsided.schedule.host_state import slice_bytes
 from lopsided.schedule.loss_heads import VIEWS
+from lopsided.schedule.regions import RegionNodes
 from lopsided.schedule.schedule import Chunked, Redistribute, ReduceBucket, Schedule
 
 USES = (
@@ -95,7 +98,7 @@ class Holding:
     on: Kinds = EVERY_KIND
 
 
-def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer) -> tuple[Holding, ...]:
+def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer, state_bits: int = 0) -> tuple[Holding, ...]:
     """A leaf from step to step: a parameter with its gradient and state, a buffer, or what is loaded of an input."""
     size, cut, name = leaf.value.bytes, cut_of(placement, leaf.value.shape), leaf.value.name
     if leaf.kind != "parameter":
@@ -104,7 +107,7 @@ def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer) -> tuple[Hold
     if leaf.value.grad:
         held.append(Holding(name, "gradient", size, cut))
         if optimizer.state:
-            held.append(Holding(name, "optimizer", optimizer.state * size, cut))
+            held.append(Holding(name, "optimizer", state_bytes(optimizer, leaf.value, state_bits), cut))
     return tuple(held)
 
 
@@ -160,7 +163,7 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
     updated = {value.name for value in program.graph.updated}
     away = {update.parameter: Kinds(frozenset(update.on_host)) for update in schedule.update if update.on_host}
     for leaf in program.graph.leaves:
-        held = stored(leaf, placed[leaf.value.name], optimizer)
+        held = stored(leaf, placed[leaf.value.name], optimizer, schedule.decisions.state_bits)
         if (here := away.get(leaf.value.name)) is not None:
             held = tuple(replace(one, on=here) if one.use == "optimizer" else one for one in held)
         # What nobody uses never has a gradient, and so no state.
@@ -178,10 +181,13 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
 
 def _kinds_apart(schedule: Schedule) -> Iterator[Kinds]:
     """Kinds of devices that run the same again: those that some region names, each for itself, and all others."""
-    named = {kind for region in schedule.regions.values() for kind in region.kinds}
+    regions, offloaded = schedule.regions, schedule.offloaded
+    named = {kind for region in regions.values() for kind in region.kinds}
+    named |= {kind for region in offloaded.values() for kind in region.kinds}
     alike: dict[tuple[str, ...], set[int]] = {}
     for kind in sorted(named):
-        again = tuple(name for name, region in schedule.regions.items() if region.runs_on(kind))
+        again = tuple(name for name, region in regions.items() if region.runs_on(kind))
+        again += tuple(name for name, region in offloaded.items() if region.is_on(kind))
         alike.setdefault(again, set()).add(kind)
     yield from (Kinds(frozenset(kinds), others=False) for kinds in alike.values())
     yield Kinds(frozenset(named))
@@ -193,13 +199,16 @@ _Stretch = tuple[str, list[Step]]
 def _stretches(schedule: Schedule, on: Kinds | None = None) -> Iterator[_Stretch]:
     """The nodes in the order they run, in stretches that one region recomputes, with its id, or none.
 
-    On some kinds of devices, which run the same again; otherwise wherever there is a region.
+    On some kinds of devices, which run the same again, with regions of which what is saved is in host memory; otherwise
+    wherever there is a region that runs again.
     """
     region_of = schedule.recomputed
     if on is not None:
         kind = -1 if on.others else min(on.numbers)
         there = {name for name, region in schedule.regions.items() if region.runs_on(kind)}
         region_of = {node: region for node, region in region_of.items() if region in there}
+        away = {name: region for name, region in schedule.offloaded.items() if region.is_on(kind)}
+        region_of = {node: name for name, region in away.items() for node in region.nodes} | region_of
     for region, steps in itertools.groupby(schedule.program.steps, key=lambda step: region_of.get(step.node.name, "")):
         yield region, list(steps)
 
@@ -229,15 +238,20 @@ _AT_UPDATE = ("parameter", "gradient", "optimizer", "buffer", "streamed")
 
 
 def _streamed(schedule: Schedule, optimizer: Optimizer, even: float) -> Iterator[Holding]:
-    """On devices whose state is in host memory, the largest slice of it that is fetched: of one large parameter, or of
-    several small ones. And as much again, which an update of so much works with."""
+    """On devices whose state is in host memory, or in few bits, the largest slice of it that is there for an update: of
+    one large parameter, or of several small ones. And as much again, which an update of so much works with."""
+    if not optimizer.state:
+        return
+    named = sorted({k for update in schedule.update for k in update.on_host})
+    everywhere = any(update.bits for update in schedule.update)
+    kinds = [(k, Kinds(frozenset((k,)), others=False)) for k in named]
+    kinds += [(-1, Kinds(frozenset(named)))] if everywhere else []
     values = schedule.program.graph.values
-    for k in {k: None for update in schedule.update for k in update.on_host} if optimizer.state else ():
-        fetched = [(values[one.parameter], one.placement) for one in schedule.update if k in one.on_host]
+    for k, on in kinds:
+        fetched = [(values[one.parameter], one.placement) for one in schedule.update if k in one.on_host or one.bits]
         parts = [(optimizer.state * value.bytes, cut_of(placement, value.shape)) for value, placement in fetched]
         sizes = [size if cut is None else size * even for size, cut in parts]
         largest = max(range(len(sizes)), key=sizes.__getitem__)
-        on = Kinds(frozenset((k,)), others=False)
         yield Holding(
             f"state of {fetched[largest][0].name}", "streamed", 2 * parts[largest][0], parts[largest][1], on=on
         )
@@ -421,10 +435,25 @@ def _saved(schedule: Schedule, stretches: _Stretches, copies: _Copies) -> Iterat
     for region, steps in stretches:
         if region:
             yield from _taken(steps, copies)
-            kept = {*schedule.regions[region].kept}
+            kept = _kept_by(schedule, region)
             yield from _made(graph, [step for step in steps if step.node.name in kept], copies)
         else:
             yield from _saved_by_steps(graph, steps, copies, "saved")
+
+
+def _kept_by(schedule: Schedule, region: str) -> set[str]:
+    """The nodes whose results a region keeps; one in host memory keeps none."""
+    return {*schedule.regions[region].kept} if region in schedule.regions else set()
+
+
+def sent_to_host(schedule: Schedule) -> Iterator[tuple[RegionNodes, str, tuple[Holding, ...]]]:
+    """Of every node whose region saves in host memory what it makes, with the region. What a region takes from outside
+    stays where it is."""
+    for region in schedule.offloaded.values():
+        steps, copies = [schedule.steps[name] for name in region.nodes], _Copies.of_schedule(schedule)
+        list(_taken(steps, copies))
+        for step in steps:
+            yield region, step.node.name, tuple(_saved_by_steps(schedule.program.graph, [step], copies, "saved"))
 
 
 def _made(graph: Graph, kept: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
@@ -551,7 +580,7 @@ def _working(
         again: tuple[Holding, ...] = ()
         if region:
             held = copies.apart()
-            kept = {*schedule.regions[region].kept}
+            kept = _kept_by(schedule, region)
             again = tuple(_recomputed(graph, steps, kept, held))
         recomputed = sum(holding.bytes if holding.cut is None else holding.bytes * even for holding in again)
         for step in steps:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lopsided.ir.program import Step
+from lopsided.schedule.coded_state import coding, state_bytes
 from lopsided.schedule.cost import FREE, Affine, Costs, Cut, cut_of
+from lopsided.schedule.offload import travelling
 from lopsided.schedule.schedule import Chunked, Compute, Phase, Schedule
 
 # Bytes of an element of a sum over rows, at least.
@@ -57,6 +59,7 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
     around = any((*costs.overheads, *costs.packing))
     on_some = {node: region for region in schedule.regions.values() if region.kinds for node in region.nodes}
     partly: dict[object, tuple[Affine, ...]] = {}  # one for calls that are alike
+    away = travelling(schedule, costs.cluster) if schedule.offloaded else {}
     found: dict[str, Computed] = {}
     for item in schedule.passes:
         if isinstance(item, Compute):
@@ -73,6 +76,8 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
                     (every, region.kinds),
                     tuple(affine if region.runs_on(k) else FREE for k, affine in enumerate(every)),
                 )
+            if item.node in away and item.phase != "again":
+                seconds = tuple(s + more for s, more in zip(seconds, away[item.node], strict=True))
             if any(affine != FREE for affine in seconds):
                 found[item.id] = Computed(item.id, item.node, item.phase, seconds, cost.cut)
     leaves = {leaf.value.name: leaf for leaf in schedule.program.graph.parameters}
@@ -82,8 +87,12 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
             continue  # optimizers pass over what has no gradient
         leaf = leaves[update.parameter]
         seconds = costs.update(leaf, update.placement)
+        if update.bits and costs.optimizer.state:
+            both = zip(seconds, coding(costs, leaf, update.placement), strict=True)
+            seconds = tuple(s + more for s, more in both)
         if update.on_host:
-            both = zip(seconds, costs.fetched(leaf, update.placement), strict=True)
+            size = state_bytes(costs.optimizer, leaf.value, update.bits)
+            both = zip(seconds, costs.fetched(size, update.placement), strict=True)
             seconds = tuple(s + more if k in update.on_host else s for k, (s, more) in enumerate(both))
         cut = cut_of(update.placement, leaf.value.shape)
         found[update.id] = Computed(update.id, update.parameter, "backward", seconds, cut)

@@ -48,6 +48,7 @@ from lopsided.schedule.decisions import (
     Decisions,
     parse_decisions,
 )
+from lopsided.schedule.regions import RegionNodes, offloaded_of
 
 Phase = Literal["forward", "again", "backward"]
 
@@ -174,13 +175,15 @@ class Chunked:
 class Update:
     """The optimizer updates what this device stores of a parameter.
 
-    Devices of the kinds `on_host` fetch its state from the memory of their host for that, and take it back there.
+    Devices of the kinds `on_host` fetch its state from the memory of their host for that, and take it back there. State
+    that is kept in so many `bits` is written out for it, and put into them again.
     """
 
     id: str
     parameter: str
     placement: Placement
     on_host: tuple[int, ...] = ()
+    bits: int = 0
 
 
 Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute | Stretch | Chunked
@@ -258,6 +261,11 @@ class Schedule:
     def regions(self) -> Mapping[str, Recompute]:
         """What runs again, by the id of the region."""
         return {item.id: item for item in self.backward if isinstance(item, Recompute)}
+
+    @cached_property
+    def offloaded(self) -> Mapping[str, RegionNodes]:
+        """What is saved in the memory of the host, by an id of the region."""
+        return {f"offload.{k}": region for k, region in enumerate(offloaded_of(self.program, self.decisions))}
 
     @cached_property
     def chunked(self) -> Mapping[str, Chunked]:
@@ -351,7 +359,8 @@ def _line(item: Item | Update) -> str:
         return f"{item.id} = {', '.join(item.nodes)}{kept}{on}"
     if isinstance(item, Update):
         on = f" from host on {', '.join(map(str, item.on_host))}" if item.on_host else ""
-        return f"update {item.parameter} {item.placement}{on}"
+        bits = f" in {item.bits} bits" if item.bits else ""
+        return f"update {item.parameter} {item.placement}{bits}{on}"
     if not item.bucket:
         return f"convert {item.id}"
     return f"{'give' if item.phase == 'backward' else 'take'} {item.id} by {item.bucket}"
@@ -365,7 +374,7 @@ _BUCKET = re.compile(r"((gather|reduce)\.\d+) = (\w+) (\w+) (.+?)( waited for)?"
 _STRETCH = re.compile(r"(stretch\.\S+) = (.+)")
 _CHUNKED = re.compile(r"(chunked\.\S+) = (.+) by (\d{1,12}) rows")
 _RECOMPUTE = re.compile(r"(recompute\.\d+) = (.+?)(?: keeps (.+?))?(?: on ([\d, ]+))?")
-_UPDATE = re.compile(r"update (\S+) (\S+)(?: from host on ([\d, ]+))?")
+_UPDATE = re.compile(r"update (\S+) (\S+)(?: in (\d{1,2}) bits)?(?: from host on ([\d, ]+))?")
 _PHASES: Mapping[str, Phase] = {"run": "forward", "again": "again", "back": "backward"}
 
 
@@ -395,8 +404,8 @@ class _Parser:
             self.section = line
         elif self.section == "update" and (match := _UPDATE.fullmatch(line)):
             self._known(match[1], where)
-            kinds = tuple(map(int, match[3].split(", "))) if match[3] else ()
-            self.updates.append(Update(f"update {match[1]}", match[1], placement_at(match[2], where), kinds))
+            kinds, bits = tuple(map(int, match[4].split(", "))) if match[4] else (), int(match[3] or 0)
+            self.updates.append(Update(f"update {match[1]}", match[1], placement_at(match[2], where), kinds, bits))
         elif self.section in self.passes and (item := self._item(line, where)) is not None:
             self.passes[self.section].append(item)
         else:

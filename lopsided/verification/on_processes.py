@@ -33,6 +33,7 @@ from lopsided.cluster.cluster_file import parse_cluster
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, meet
 from lopsided.errors import PlanError
+from lopsided.executor.compiled import NOTHING_MADE, Made, made_so_far
 from lopsided.ir.graph import DTYPES, Graph
 from lopsided.ir.graph_text import parse_graph
 from lopsided.ir.op_call import TOLERANCE, default_dtype_of, in_float64
@@ -53,8 +54,10 @@ from lopsided.runtime.parameters.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.decisions import Decisions, OnHost, Rerun
 from lopsided.schedule.rounds import Rounds, in_rounds, may_draw
+from lopsided.schedule.stretches import most_nodes
 from lopsided.verification.simulator import Simulation, simulate
 from lopsided.verification.verifier import (
+    calm_of,
     compare,
     copied,
     floor_of,
@@ -100,6 +103,7 @@ class ProcessesJob:
     trains: bool  # STEPS steps in its own dtype, or one in float64
     tolerance: float
     on_host: tuple[OnHost, ...] = ()
+    stretch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class Claim:
     error: float
     where: str
     tolerance: float
+    functions: Made = NOTHING_MADE  # of all processes
 
     @property
     def holds(self) -> bool:
@@ -139,11 +144,20 @@ def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
 
 def jobs_of_plan(subject: Subject, plan: Plan) -> list[ProcessesJob]:
     both = _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
-    return [replace(job, reruns=plan.reruns, on_host=plan.on_host, microbatches=plan.microbatches) for job in both]
+    return [
+        replace(job, reruns=plan.reruns, on_host=plan.on_host, microbatches=plan.microbatches, stretch=plan.stretch)
+        for job in both
+    ]
 
 
 def jobs_at_large(
-    subject: Subject, graph: Graph, shares: Sequence[float] | None, processes: int, programs: int
+    subject: Subject,
+    graph: Graph,
+    shares: Sequence[float] | None,
+    processes: int,
+    programs: int,
+    *,
+    compiled: bool = False,
 ) -> list[ProcessesJob]:
     """The classics, and random programs, every second with the given shares."""
     book, where = derive_rules(graph), _alike(processes)
@@ -164,13 +178,14 @@ def jobs_at_large(
             _step(
                 f"{programs} random program{'s' if programs > 1 else ''}",
                 subject,
-                random_program(book, state),
+                random_program(book, state, calm=calm_of(k, compiled=compiled)),
                 own,
                 k % 4 > 1,
                 where,
             )
         )
-    return jobs
+    most = most_nodes(processes, len(graph.nodes)) if compiled else 0
+    return [replace(job, stretch=most) for job in jobs]
 
 
 def _both(
@@ -227,27 +242,34 @@ def on_simulated_devices(subject: Subject, plan: Plan) -> Claim:
     model, batch = _cast(*_loaded(subject), "f64")
     expected = _alone(whole, plan.microbatches, model, batch, subject.seed)
     about, rounds = (wide.program, model, batch, wide.shares), in_rounds(whole, plan.microbatches)
+    before = made_so_far()
     found = simulate(
         *about, seed=subject.seed, decisions=wide.decisions, kinds=wide.kind_numbers, rounds=_if_several(rounds)
     )
     error, where = compare(found, expected)
-    return Claim("the plan: a step in float64", error, where, TOLERANCE)
+    return Claim("the plan: a step in float64", error, where, TOLERANCE, made_so_far().since(before))
 
 
 def prove(pool: WorkerPool, jobs: Sequence[ProcessesJob], progress: Callable[[], None] = lambda: None) -> list[Claim]:
     """A claim for each job, those of one name together in one: the worst."""
     found: dict[str, Claim] = {}
     for job in jobs:
-        for rank, (error, where) in enumerate(pool.run(compared, job)):
+        for rank, (error, where, functions) in enumerate(pool.run(compared, job)):
             claim = Claim(job.what, error, f"{where}, rank {rank}", job.tolerance)
-            if job.what not in found or not claim.error <= found[job.what].error:
-                found[job.what] = claim
+            before = found.get(job.what, claim)
+            functions = before.functions.and_also(functions)
+            found[job.what] = replace(before if claim.error <= before.error else claim, functions=functions)
         progress()
     return list(found.values())
 
 
-def compared(job: ProcessesJob) -> tuple[float, str]:
-    """The worst error as this worker sees it, and where."""
+def compared(job: ProcessesJob) -> tuple[float, str, Made]:
+    """The worst error as this worker sees it, where, and what it compiled."""
+    before = made_so_far()
+    return (*_compared(job), made_so_far().since(before))
+
+
+def _compared(job: ProcessesJob) -> tuple[float, str]:
     plan = _parsed(job)
     model, batch = _built(job.subject)
     world = meet(plan, device=torch.device("cpu"))
@@ -274,7 +296,7 @@ def _parsed(job: ProcessesJob) -> Plan:
     report = SearchReport(0.0, 0, 0.0, 0.0, 0.0, "", 0, ())
     memory = (0,) * len(job.shares)
     made = Plan(where, where, program, job.shares, "adamw", job.regather, 0.0, nothing, memory, (), report, (), ())
-    return replace(made, reruns=job.reruns, on_host=job.on_host, microbatches=job.microbatches)
+    return replace(made, reruns=job.reruns, on_host=job.on_host, microbatches=job.microbatches, stretch=job.stretch)
 
 
 @lru_cache(maxsize=1)

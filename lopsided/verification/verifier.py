@@ -5,7 +5,8 @@ program, and how often every placement and conversion was used. First the captur
 itself, then every program with the graph on one device.
 
 In a random program (`random_program`) any rule may follow any other, with whatever conversions that takes, detours
-included, and shares may be zero.
+included, and shares may be zero. `compiled`, stretches of it run as functions that Inductor makes; one device never
+does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import copy
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +26,16 @@ from lopsided.capturing.capture_graph import check_model, trace, without_unused
 from lopsided.capturing.eager_check import tensors_of
 from lopsided.capturing.saved_tensors import record_saved
 from lopsided.errors import ModelError
-from lopsided.ir.graph import Graph, Value
+from lopsided.executor.compiled import Made, made_so_far
+from lopsided.ir.graph import Graph, Node, Value
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import TOLERANCE, in_float64, run_graph
 from lopsided.ir.placement import I, P, Placement, R, check_shares
 from lopsided.ir.program import Chain, Program, RuleBook, Step, check_program, one_device
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.trial import relative_error
+from lopsided.schedule.decisions import Decisions
+from lopsided.schedule.stretches import most_nodes
 from lopsided.verification.simulator import Simulation, simulate
 
 # With more parameters than this, memory is looked at before anything is run.
@@ -60,6 +64,7 @@ class Verification:
     conversions: Mapping[str, int]
     rules: Mapping[str, int]
     by_experiment: tuple[str, ...]
+    functions: Made  # that were compiled
 
     @property
     def worst(self) -> Trial:
@@ -81,9 +86,13 @@ def verify(
     programs: int = 50,
     seed: int = 0,
     loss_fn: LossFn | None = None,
+    compiled: bool = False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Verification:
-    """Run random programs of `model` and compare. Every second one has the given shares, the others random ones."""
+    """Run random programs of `model` and compare. Every second one has the given shares, the others random ones.
+
+    `compiled`, they run as they do with `parallelize(compile=True)`, and two of every four gather parameters again.
+    """
     first = check_shares(shares) if shares is not None else None
     check_model(model, loss_fn)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -106,12 +115,14 @@ def verify(
     _check_finite(reference)
     state = random.Random(seed)
     used: dict[str, Counter[str]] = {"placements": Counter(), "conversions": Counter(), "rules": Counter()}
-    trials = []
+    trials, before = [], made_so_far()
     for k in range(programs):
-        program = random_program(book, state)
+        program = random_program(book, state, calm=calm_of(k, compiled=compiled))
         check_program(program, book)
         fractions = first if first is not None and k % 2 == 0 else random_shares(len(first or ()) or devices, state)
-        found = simulate(program, model64, batch64, fractions, seed=seed)
+        most = most_nodes(len(fractions), len(wide.nodes)) if compiled else 0
+        decisions = Decisions(stretch=most, regather=compiled and k % 4 > 1)
+        found = simulate(program, model64, batch64, fractions, seed=seed, decisions=decisions)
         error, where = compare(found, reference)
         trials.append(Trial(program, fractions, error, where))
         _count(program, used)
@@ -129,6 +140,7 @@ def verify(
         used["conversions"],
         used["rules"],
         ops,
+        made_so_far().since(before),
     )
 
 
@@ -269,12 +281,21 @@ def _capture_error(graph: Graph, model: nn.Module, batch: object, loss_fn: LossF
 
 
 _DETOUR = 0.15
+_CALM = (0.0, 0.7, 0.9, 0.95)
+"""Of compiled programs, in turn: where all is left to chance, hardly two nodes follow each other unconverted."""
 
 
-def random_program(book: RuleBook, state: random.Random) -> Program:
-    """A legal program with every choice left to chance."""
+def calm_of(number: int, *, compiled: bool) -> float:
+    return _CALM[number % len(_CALM)] if compiled else 0.0
+
+
+def random_program(book: RuleBook, state: random.Random, *, calm: float = 0.0) -> Program:
+    """A legal program with every choice left to chance; but that so many nodes, of all, take computed values as they
+    are, if they can."""
     graph = book.graph
+    stored = {leaf.value.name for leaf in graph.parameters}
     facts: dict[str, list[Placement]] = {}
+    calm_now = False
     # Every cut the rules know of a value: where detours can lead.
     cuts: dict[str, dict[Placement, None]] = {}
     for node in graph.nodes:
@@ -285,7 +306,7 @@ def random_program(book: RuleBook, state: random.Random) -> Program:
 
     def chain_to(value: Value, need: Placement) -> Chain:
         have = facts[value.name]
-        if need in have and state.random() < 0.5:
+        if need in have and (calm_now or state.random() < 0.5):
             return (need,)
         chain = [state.choice(have)]
         if state.random() < _DETOUR:
@@ -305,14 +326,27 @@ def random_program(book: RuleBook, state: random.Random) -> Program:
         facts[leaf.value.name] = [placement]
     steps = []
     for node in graph.nodes:
-        rule = _choose(book.rules[node.name], state)
+        rules = book.rules[node.name]
+        calm_now = calm > 0 and state.random() < calm
+        if calm_now:
+            rules = tuple(rule for rule in rules if _takes_what_is_there(node, rule, facts, stored)) or rules
+        rule = _choose(rules, state)
         chains = tuple(chain_to(graph.values[name], need) for name, need in zip(node.operands, rule.needs, strict=True))
         steps.append(Step(node, rule, chains))
         for value, give in zip(node.results, rule.gives, strict=True):
             facts[value.name] = [give]
+    calm_now = False
     loss = chain_to(graph.values[graph.loss], I)
     updates = tuple(chain_to(graph.values[name], I) for _, name in graph.updates)
     return Program(graph, tuple(leaves), tuple(steps), loss, updates)
+
+
+def _takes_what_is_there(
+    node: Node, rule: Rule, facts: Mapping[str, Sequence[Placement]], stored: Collection[str]
+) -> bool:
+    """Without a conversion of anything computed."""
+    needs = zip(node.operands, rule.needs, strict=True)
+    return all(name in stored or need in facts[name] for name, need in needs)
 
 
 def _choose(rules: tuple[Rule, ...], state: random.Random) -> Rule:

@@ -23,6 +23,7 @@ from tests.support.jobs import cluster_of, plan_of, prices_of
 from tests.support.launched import Started
 
 SPEC = "gpt2:layers=1,width=16,heads=2,seq=6,vocab=31,dropout=0,batch=6"
+LOOPBACK = "0100007F"  # as /proc/net/tcp spells it
 SHARES = Shares((0.5, 0.2, 0.3), named=(("state", (0.2, 0.5, 0.3)),))
 
 SCRIPT = """
@@ -31,6 +32,12 @@ from pathlib import Path
 import torch
 import lopsided
 from lopsided.models.by_name import load
+
+def listens(process):
+    # The addresses at which a process listens, as the kernel spells them.
+    mine = {os.readlink(fd) for fd in Path(f"/proc/{process}/fd").iterdir() if os.path.lexists(fd)}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
 
 options = argparse.ArgumentParser()
 options.add_argument("--plan")
@@ -70,7 +77,7 @@ found, wanted = lopsided.full_state_dict(pm), alone.state_dict()
 told = {
     "losses": losses, "curve": curve, "keys": list(found) == list(wanted), "rows": part["input_ids"].shape[0],
     "error": max((found[name] - wanted[name]).abs().max().item() for name in wanted),
-    "local": int(os.environ["LOCAL_WORLD_SIZE"]),
+    "local": int(os.environ["LOCAL_WORLD_SIZE"]), "listens": listens(os.getpid()) + listens(os.getppid()),
 }
 Path(given.out, f"{pm.world.rank}.json").write_text(json.dumps(told))
 """.replace("SPEC", SPEC)
@@ -123,6 +130,8 @@ def test_lopsided_run_needs_the_plan_only(place: Path, tmp_path: Path) -> None:
     said = run.end()
     assert run.returncode == 0, said
     assert_trained(tmp_path, said, [3, 3, 3])
+    # The agent's store, and the processes' own.
+    assert [{*one["listens"]} for one in told(tmp_path)] == [{LOOPBACK}] * 3
 
 
 @pytest.mark.slow

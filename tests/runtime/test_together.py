@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 import lopsided
 from lopsided.capturing.capture_graph import capture
+from lopsided.comm import watchdog
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.ir.placement import Shares
 from lopsided.ops.derive import derive_rules
@@ -131,3 +134,45 @@ def test_ranks_without_a_device_are_asked_too(worker_pools: Pools, tmp_path: Pat
     for alike, said in worker_pools(3).run(bystander_elsewhere, str(tmp_path)):
         assert alike == ""
         assert "the call is clip_grad_norm_ on rank 2, save_checkpoint on ranks 0, 1" in said
+
+
+class Stalling(Dataset[tuple[Tensor]]):
+    """Rows, of which one, on one rank, takes long: a disk that has fallen asleep."""
+
+    def __init__(self, rank: int, stall_s: float) -> None:
+        self.rows, self.given = [*numbers(), *numbers(1), *numbers(2)], 0
+        self.late, self.stall_s = 5 if rank == 1 else -1, stall_s
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        self.given += 1
+        if self.given == self.late:
+            time.sleep(self.stall_s)
+        return (self.rows[index],)
+
+
+def stalled(silent_s: float, stall_s: float) -> tuple[list[float], list[float], float]:
+    """The losses of one device and of three, and how long the longest step took here."""
+    before, watchdog.SILENT_S = watchdog.SILENT_S, silent_s
+    losses, longest_s = list[float](), 0.0
+    try:
+        alone, pm = small(timeout_s=120, quiet=True)
+        pm.watch.every_s = 0.3
+        loader = DataLoader(Stalling(pm.world.rank, stall_s), batch_size=10)
+        began_s = time.monotonic()
+        for batch in lopsided.shard(loader, pm):
+            losses.append(pm(*batch).item())
+            longest_s, began_s = max(longest_s, time.monotonic() - began_s), time.monotonic()
+        pm.close()
+    finally:
+        watchdog.SILENT_S = before
+    return [alone(numbers(seed)).item() for seed in range(3)], losses, longest_s
+
+
+def test_a_rank_whose_loader_stalls_is_waited_for(worker_pools: Pools) -> None:
+    """For twice the time after which one that is silent is dead."""
+    for wanted, losses, longest_s in worker_pools(3).run(stalled, 4.0, 8.0):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        assert longest_s > 7.0

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lopsided.comm.worker_pool import _PRELOAD
+from lopsided.comm.worker_pool import PRELOAD
 
 PATIENCE_S = 110
 
@@ -40,12 +40,12 @@ class Ran:
     stderr: str
 
 
-def run_script(script: Path, folder: Path) -> Ran:
-    """As `python SCRIPT`, in a process forked from one that has imported torch: that alone would take four seconds."""
+def run_script(script: Path, folder: Path, *arguments: str) -> Ran:
+    """As `python SCRIPT ARGUMENTS`, in a process forked from one that has imported torch, which takes four seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     out, err = folder / "stdout", folder / "stderr"
-    process = context.Process(target=_be_script, args=(str(script), str(out), str(err)))
+    process = context.Process(target=_be_script, args=([str(script), *arguments], str(out), str(err)))
     process.start()
     process.join(PATIENCE_S)
     if process.exitcode is None:
@@ -55,9 +55,9 @@ def run_script(script: Path, folder: Path) -> Ran:
     return Ran(process.exitcode, out.read_text(), err.read_text())
 
 
-def _be_script(script: str, out: str, err: str) -> None:
+def _be_script(words: list[str], out: str, err: str) -> None:
     for number, path in ((1, out), (2, err)):
         with open(path, "w") as file:
             os.dup2(file.fileno(), number)
-    sys.argv = [script]
-    runpy.run_path(script, run_name="__main__")
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")

@@ -83,6 +83,20 @@ def output(shape: Sequence[int], dtype: torch.dtype, device: torch.device, bring
     return made
 
 
+def not_here(shape: Sequence[int], dtype: torch.dtype, device: torch.device, where: str) -> Output:
+    """An output of a whole batch on a rank whose device the plan leaves idle."""
+
+    def refuse() -> Tensor:
+        raise TrainingError(
+            "the plan leaves this rank's device idle, and an output of the whole batch is not there to look at",
+            where=where,
+            do="start as many processes as the plan uses (`lopsided run plan.json` does); or let pm make the loss "
+            "(loss_fn=) and look at lopsided.gather(output), which all ranks call",
+        )
+
+    return output(shape, dtype, device, refuse)
+
+
 @dataclass(frozen=True)
 class RowCut:
     """Rows of a batch as the ranks have them: `rows` in all, this rank's by the placement `at`."""

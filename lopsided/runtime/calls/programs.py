@@ -130,7 +130,7 @@ class Programs:
         rows, names = batch_size(captured.whole), captured.returned.names
         count = fewest_rounds(rows, batch_size(self._plan.graph), self._plan.microbatches)
         try:
-            if any(has_gradient for *_, has_gradient in signature.inputs):
+            if count > 1 and any(has_gradient for *_, has_gradient in signature.inputs):
                 raise NoRoundsError("an input has a gradient", do="plan without rounds")
             return in_rounds(captured.whole, count, names)
         except NoRoundsError as error:

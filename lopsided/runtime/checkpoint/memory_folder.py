@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import multiprocessing
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -48,7 +49,8 @@ _PART_FILE = FileKind(
 def home_of(folder: Path) -> Path:
     """Where the processes of this node keep what belongs to this folder of checkpoints."""
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-    return _of_user() / _name_of(os.getppid()) / digest
+    starter = multiprocessing.parent_process()  # of a process that a server has forked, who asked for it
+    return _of_user() / _name_of(os.getppid() if starter is None or starter.pid is None else starter.pid) / digest
 
 
 def open_home(folder: Path) -> Path:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lopsided.errors import CheckpointError, shown
 from lopsided.runtime.checkpoint.folder import (
@@ -33,7 +34,9 @@ from lopsided.runtime.checkpoint.state import Kept, wanted_pieces
 from lopsided.runtime.checkpoint.storage import Held
 from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, check_dtype
 from lopsided.runtime.control_plane import ControlPlane
-from lopsided.runtime.parameters.host_state import is_on_host
+from lopsided.runtime.parameters.coded_state import Coded
+from lopsided.runtime.parameters.host_state import is_apart, is_coded
+from lopsided.runtime.parameters.host_state import kept as kept_between_steps
 from lopsided.runtime.parameters.pieces import Piece
 
 if TYPE_CHECKING:
@@ -98,6 +101,9 @@ def optimizer_kept(pm: Parallel, optimizer: Optimizer, accord: ControlPlane) -> 
                 if "number" in form or "value" in form:
                     continue
                 local = optimizer.state.get(parameter, {}).get(key)
+                if isinstance(local, Coded) and cut is not None and len(cut.chunks()) > 1:
+                    # Each of its boxes would be written out by itself. One that is all of it is, when it is saved.
+                    local = local.decode(torch.device("cpu"))
                 dtype = DTYPES[str(form["dtype"])]
                 shape = cut.shape if cut else tuple(form["shape"])  # type: ignore[arg-type]
                 kept[_key(name, key)] = Kept(shape, dtype, local, cut)
@@ -113,6 +119,13 @@ def _form(value: object, where: str) -> Form:
     if not isinstance(value, Tensor):
         return {"value": as_plain(value, where)}
     check_dtype(value.dtype, where)
+    if is_traceable_wrapper_subclass(value) and not isinstance(value, Coded):
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}, of which nobody knows here how its pieces are put together",
+            where="save",
+            do="use the optimizer with plain state (torch.optim.AdamW), and let the plan keep it in 8 bits: "
+            "lopsided plan --allow 8bit-state",
+        )
     form = {"shape": list(value.shape), "dtype": NAMES[value.dtype]}
     return form | {"number": as_plain(value, where)} if value.numel() == 1 else form
 
@@ -180,7 +193,7 @@ def optimizer_wanted(
     options = _options(optimizer, groups, told.groups, in_order, where)
     wanted: dict[str, Held] = {}
     rebuilt: dict[int, dict[str, object]] = {}
-    on_host: list[tuple[nn.Parameter, str, Tensor]] = []
+    apart: list[tuple[nn.Parameter, str, Tensor]] = []
     for number, (name, parameter) in enumerate(pair for group in groups for pair in group):
         entries: dict[str, object] = {}
         for key, form in told.state.get(name, {}).items():
@@ -190,8 +203,8 @@ def optimizer_wanted(
                 entries[key] = number_of(form, f"{shown(key)} of {name} in the optimizer's state", where)
             elif (record := table.get(_key(name, key))) is not None:
                 room, wanted[_key(name, key)] = _room(record, pm.pieces.get(name), parameter, key, of, where)
-                if is_on_host(parameter):
-                    on_host.append((parameter, key, room))
+                if is_apart(parameter):
+                    apart.append((parameter, key, room))
                 else:
                     entries[key] = room
             else:
@@ -207,8 +220,10 @@ def optimizer_wanted(
             at += len(group)
         optimizer.load_state_dict({"state": rebuilt, "param_groups": param_groups})
         # That would take them to the device, which may not have the room for all of them.
-        for parameter, key, room in on_host:
-            optimizer.state[parameter][key] = room
+        while apart:
+            parameter, key, room = apart.pop()
+            coded = is_coded(parameter)
+            optimizer.state[parameter][key] = kept_between_steps(parameter, key, room) if coded else room
 
     return wanted, put_together
 
@@ -269,7 +284,7 @@ def _room(
     record: Record, piece: Piece | None, parameter: nn.Parameter, key: str, of: str, where: str
 ) -> tuple[Tensor, Held]:
     """An empty tensor for a part of the state, and what of it this process wants."""
-    device = torch.device("cpu") if is_on_host(parameter) else parameter.device
+    device = torch.device("cpu") if is_apart(parameter) else parameter.device
     if piece is not None and record.shape == piece.shape:
         local = torch.empty(piece.local_shape, dtype=record.dtype, device=device)
         return local, wanted_pieces(record, piece, local)

@@ -22,11 +22,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-LOOK = 8
+LOOK = 7
 """Steps between two looks, at the least. The median of so many is what a device is held to take. With two looks to
-believe it, other shares come at most 20 steps after a device has changed."""
+believe it, and a step in which medians are told, other shares come at most 18 steps after a device has changed."""
 
-_LOOK_S = 0.2  # steps of a millisecond are looked at less often: a look is a collective
+_LOOK_S = 0.2  # steps of a millisecond are looked at less often
 _MOST_STEPS = 200
 
 LEAST_GAIN = 0.1
@@ -88,7 +88,7 @@ def steps_to_look(step_s: float) -> int:
     """After how many steps to look again.
 
     >>> steps_to_look(0.05), steps_to_look(0.004), steps_to_look(0.0)
-    (8, 50, 200)
+    (7, 50, 200)
     """
     return min(max(math.ceil(_LOOK_S / step_s), LOOK), _MOST_STEPS) if step_s > 0 else _MOST_STEPS
 

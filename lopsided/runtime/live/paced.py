@@ -4,6 +4,7 @@ In: a parallel module that trains. Out: `Paced`, which notes how long this proce
 processes' medians every few steps, and takes other shares when the decision (`pace`) says so.
 
 What is noted costs two readings of a clock: the waits of a step are counted where they are posted for the watch anyway.
+Medians are told with the next step's handshake, which all take part in anyway: nobody waits for anybody to look.
 A device computes while it does not wait; that holds for CPUs, where the process that waits does nothing else. Of a GPU
 the host does not see when it waits, so with GPUs nothing is noted, and shares are changed by hand only.
 """
@@ -14,10 +15,13 @@ import json
 import logging
 import statistics
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lopsided.comm.world import waiting
 from lopsided.errors import InputError, LopsidedError, shown
@@ -25,13 +29,24 @@ from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import parse_plan, plan_text
 from lopsided.runtime.agreement import from_first
 from lopsided.runtime.live.moving import bytes_to_move, check_movable, cuts_alike, take_shares, with_shares
-from lopsided.runtime.live.pace import LOOK, Balancing, PaceSeen, in_proportion, median_and_error, steps_to_look
+from lopsided.runtime.live.pace import (
+    CONFIRMED,
+    LOOK,
+    Balancing,
+    PaceSeen,
+    in_proportion,
+    median_and_error,
+    steps_to_look,
+)
 
 if TYPE_CHECKING:
     from lopsided.runtime.parallel import Parallel
 
 _log = logging.getLogger("lopsided")
 
+Step = tuple[float, float]  # seconds of it, and of this process's part of it
+
+_PER_S = 1e-9  # of what is told with a handshake, in whole numbers
 _PROGRAMS_S = 2.0  # about what it takes to make programs and groups of a loader anew
 
 
@@ -41,14 +56,20 @@ def check_replan(replan: str) -> None:
 
 
 class Paced:
-    """Of one module. Made by all ranks at the same place."""
+    """Of one module. Made by all ranks at the same place. Shares change by themselves once it `follows`."""
+
+    follows = False
 
     def __init__(self, pm: Parallel, side: dist.ProcessGroup | None) -> None:
         self._pm, self._side = pm, side
-        self._steps: list[tuple[float, float]] = []  # seconds of a step, and of this process's part of it
-        self._began_s, self._waited_s = time.monotonic(), pm.watch.waited_s
+        self._steps: list[Step]  # since the last look
+        self._last: deque[Step] = deque(maxlen=CONFIRMED * LOOK)
+        self._began_s: float
+        self._waited_s: float
         self._decision = Balancing()
         self._look_after = LOOK
+        self._tells: bool  # medians go with the next handshake
+        self.begin_anew()
         # The same on every rank: all devices are CPUs, and all processes have one.
         world = pm.world
         on_cpus = not any(one.is_gpu for one in world.told) and world.device.type == "cpu"
@@ -60,34 +81,40 @@ class Paced:
             return
         now_s, waited_s = time.monotonic(), self._pm.watch.waited_s
         step_s = now_s - self._began_s
-        self._steps.append((step_s, max(step_s - (waited_s - self._waited_s), 0.0)))
+        self._last.append((step_s, max(step_s - (waited_s - self._waited_s), 0.0)))
         self._began_s, self._waited_s = now_s, waited_s
-        if len(self._steps) >= self._look_after:
-            self._look()
-            # What was sent and moved meanwhile belongs to no step.
-            self._began_s, self._waited_s = time.monotonic(), self._pm.watch.waited_s
+        if not self.follows:
+            return
+        self._steps.append(self._last[-1])
+        watch = self._pm.watch
+        if self._tells and watch.noted is not None:
+            self._tells = False
+            self._look(_seen(watch.noted.double() * _PER_S))
+        if len(self._steps) >= self._look_after and not self._tells:
+            step_s, own_s, error_s = (round(seconds / _PER_S) for seconds in _medians(self._steps))
+            watch.notes, watch.noted = (step_s, own_s, error_s), None
+            self._steps, self._tells = [], True
+
+    def begin_anew(self) -> None:
+        """Shares are others: steps before were not theirs, and what was sent and moved meanwhile belongs to none."""
+        self._steps, self._tells = [], False
+        self._last.clear()
+        self._began_s, self._waited_s = time.monotonic(), self._pm.watch.waited_s
 
     def now(self) -> bool:
         """Take the shares that the last steps ask for; whether there are any."""
-        if not self._steps or not self.notes:
+        if not self._last:
             return False
-        pace = self._heard()
-        return self._take(in_proportion(self._pm.shares.work, pace.own_s), pace)
-
-    def _heard(self) -> PaceSeen:
-        """The medians of all processes, by their place in the group; equal everywhere."""
-        own_s, error_s = median_and_error([own for _, own in self._steps])
-        row = torch.tensor([statistics.median(step for step, _ in self._steps), own_s, error_s], dtype=torch.float64)
-        self._steps = []
         heard = torch.empty(len(self._pm.world.ranks), 3, dtype=torch.float64)
         with waiting("the pace of all devices"):
-            dist.all_gather(list(heard.unbind()), row, group=self._side)
-        seen = PaceSeen(max(heard[:, 0].tolist()), tuple(heard[:, 1].tolist()), max(heard[:, 2].tolist()))
-        self._look_after = steps_to_look(seen.step_s)
-        return seen
+            dist.all_gather(
+                list(heard.unbind()), torch.tensor(_medians(self._last), dtype=torch.float64), group=self._side
+            )
+        pace = _seen(heard)
+        return self._take(in_proportion(self._pm.shares.work, pace.own_s), pace)
 
-    def _look(self) -> None:
-        pace = self._heard()
+    def _look(self, pace: PaceSeen) -> None:
+        self._look_after = steps_to_look(pace.step_s)
         self._decision.cost_s = _PROGRAMS_S + pace.step_s * 2
         work = self._decision.look(self._pm.shares.work, pace)
         if work is not None and not self._take(work, pace):
@@ -130,3 +157,15 @@ class Paced:
             _log.info("shares stay as they are: %s", error.what)
             return json.dumps("")
         return json.dumps("" if cuts_alike(pm.plan, plan) else plan_text(plan))
+
+
+def _medians(steps: Sequence[Step]) -> tuple[float, float, float]:
+    """A step, this process's part of it, and how far off that may be."""
+    own_s, error_s = median_and_error([own for _, own in steps])
+    return statistics.median(step for step, _ in steps), own_s, error_s
+
+
+def _seen(rows: Tensor) -> PaceSeen:
+    """Of the medians of all processes, by their place in the group; equal everywhere."""
+    step_s, own_s, error_s = rows.T.tolist()
+    return PaceSeen(max(step_s), tuple(own_s), max(error_s))

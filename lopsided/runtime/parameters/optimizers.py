@@ -126,6 +126,24 @@ def _tell(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         pm.after_step(optimizer)
 
 
+def settings_of(optimizers: Iterable[Optimizer]) -> str:
+    """What ranks must have set alike: learning rates and all other numbers of every group."""
+    return "; ".join(
+        f"{type(optimizer).__name__} "
+        + ", ".join(" ".join(f"{key}={group[key]}" for key in group if _is_number(group[key])) for group in groups)
+        for optimizer in optimizers
+        for groups in (optimizer.param_groups,)
+    )
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_number, value))
+    # To look at a tensor on a GPU would wait for it.
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain or (isinstance(value, Tensor) and value.is_cpu and value.dim() == 0)
+
+
 def _is_in_pieces(piece: Piece | None) -> bool:
     """A cut that leaves everything to one device is none."""
     return piece is not None and piece.is_cut and max(piece.counts) < sum(piece.counts)
@@ -223,8 +241,16 @@ def _trained(
     parameter = nn.Parameter(start.clone())
     optimizer = _made(kind, defaults, options, [parameter])
     for gradient in gradients:
-        parameter.grad = gradient.clone()
-        optimizer.step()
+
+        def closure(gradient: Tensor = gradient) -> Tensor:
+            parameter.grad = gradient.clone()
+            return (parameter.detach() * gradient).sum()
+
+        closure()
+        try:
+            optimizer.step()
+        except TypeError:  # some must have a closure
+            optimizer.step(closure)  # type: ignore[arg-type]
     return parameter.detach()
 
 

@@ -16,6 +16,7 @@ So `torch.nn.utils.clip_grad_norm_(pm.parameters(), 1.0)` and norms made by hand
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,6 +49,20 @@ class Of:
     mixed: bool = False  # joined with tensors that all processes hold: no element would count once
 
 
+class PieceWarning(UserWarning):
+    """A piece is written to a file as if it were the whole."""
+
+
+def _tell_of_a_part(of: Of) -> None:
+    warnings.warn(
+        f"what is pickled is this process's piece of {of.name}, {list(of.local_shape)}, and not the whole. "
+        "torch.save(lopsided.full_state_dict(pm), path) writes whole tensors, and lopsided.save_checkpoint whatever a "
+        "run needs to go on; every rank calls them",
+        PieceWarning,
+        stacklevel=3,
+    )
+
+
 class PieceTensor(Tensor):
     """A tensor with one element for every element of a piece."""
 
@@ -62,6 +77,7 @@ class PieceTensor(Tensor):
         return repr(plain(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _tell_of_a_part(self.of)
         return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceTensor:
@@ -81,6 +97,7 @@ class PieceParameter(nn.Parameter):
         return f"Parameter containing:\n{plain(self)!r}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _tell_of_a_part(self.of)
         return nn.Parameter(plain(self).detach(), self.requires_grad).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:

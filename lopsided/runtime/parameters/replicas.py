@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import odd_ones, these
 from lopsided.errors import WorldError
+from lopsided.runtime.parameters.coded_state import Coded
 
 if TYPE_CHECKING:
     from lopsided.runtime.parallel import Parallel
@@ -185,8 +187,18 @@ def _replicas(pm: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str
         for name, parameter in whole.items():
             state = optimizer.state.get(parameter, {})
             tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            held |= {f"{name} ({key})": tensors[key].data for key in sorted(tensors)}
+            for key in sorted(tensors):
+                held |= {f"{name} ({what}{key})": part for what, part in _kept_as(tensors[key]).items()}
     return held
+
+
+def _kept_as(state: Tensor) -> dict[str, Tensor]:
+    """The tensors that hold it: what is kept in few bits is a tensor by its looks alone."""
+    if isinstance(state, Coded):
+        return {"codes of ": state.codes, "scales of ": state.scales}
+    if is_traceable_wrapper_subclass(state):
+        return {f"{name} of ": getattr(state, name) for name in state.__tensor_flatten__()[0]}
+    return {"": state.data}
 
 
 def _check_names(pm: Parallel, communicator: Communicator, names: Sequence[str]) -> None:
