@@ -10,6 +10,9 @@ trains one step on the same global batch and gives what this rank adds to the gl
     plan        lopsided.parallelize by a plan
     alone       the fastest rank with all rows; the others rest
 
+Each may be compiled, as one would: DistributedDataParallel and one device by `torch.compile` around the module, FSDP2
+block by block, a plan by `parallelize(compile=True)`. Otherwise a plan runs as it comes, which is compiled on a GPU.
+
 All train with AdamW in float32 (under autocast where the model says so), begin with the same weights, and are given the
 same batch, so losses can be compared step by step.
 """
@@ -28,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lopsided.comm.world import backend_among, tell
 from lopsided.models import by_name as models
 from lopsided.planner.plan_file import load_plan
 from lopsided.runtime.parallel import Parallel
@@ -75,6 +79,7 @@ class Entry:
     rows: tuple[int, ...] = ()  # of each rank
     plan: str = ""  # a file
     stage: int = 0  # of ZeRO
+    compiled: bool = False
 
 
 class Contestant:
@@ -135,7 +140,15 @@ def counted(labels: Tensor) -> int:
 
 def _ddp(subject: Subject, entry: Entry, device: torch.device) -> Contestant:
     model, batch = subject.built(device)
-    return _OwnRows(subject, device, entry.rows, DistributedDataParallel(model, process_group=_gloo(device)), batch)
+    trained: nn.Module = DistributedDataParallel(model, process_group=_group(device))
+    return _OwnRows(subject, device, entry.rows, _compiled(trained, entry), batch)
+
+
+def _compiled(module: nn.Module, entry: Entry) -> nn.Module:
+    """In place: what it is called and what it holds stay as they are."""
+    if entry.compiled:
+        module.compile()
+    return module
 
 
 def _fsdp(subject: Subject, entry: Entry, device: torch.device) -> Contestant:
@@ -143,10 +156,11 @@ def _fsdp(subject: Subject, entry: Entry, device: torch.device) -> Contestant:
     from torch.distributed.fsdp import fully_shard
 
     model, batch = subject.built(device)
-    mesh = DeviceMesh.from_group(_gloo(device), device.type)
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    mesh = DeviceMesh.from_group(_group(device), device.type)
+    blocks = blocks_of(model)
+    for block in blocks:
+        fully_shard(_compiled(block, entry), mesh=mesh)
+    fully_shard(model if blocks else _compiled(model, entry), mesh=mesh)
     return _OwnRows(subject, device, entry.rows, model, batch)
 
 
@@ -203,7 +217,8 @@ class _ByPlan(Contestant):
     def __init__(self, subject: Subject, entry: Entry, device: torch.device) -> None:
         model, batch = subject.built(device)
         with subject.casting(device):
-            parallel = parallelize(model, batch, load_plan(entry.plan), device=device, check_every=0)
+            plan = load_plan(entry.plan)
+            parallel = parallelize(model, batch, plan, device=device, check_every=0, compile=entry.compiled or None)
         super().__init__(subject, device, parallel, batch)
         self.active = parallel.world.takes_part
 
@@ -231,7 +246,8 @@ class _Resting(Contestant):
 def _alone(subject: Subject, entry: Entry, device: torch.device) -> Contestant:
     if not entry.rows[dist.get_rank()]:
         return _Resting()
-    return Contestant(subject, device, *subject.built(device))
+    model, batch = subject.built(device)
+    return Contestant(subject, device, _compiled(model, entry), batch)
 
 
 WAYS: dict[str, Callable[[Subject, Entry, torch.device], Contestant]] = {
@@ -265,10 +281,11 @@ def enter(subject: Subject, entry: Entry, device: torch.device) -> Contestant | 
 _groups: dict[str, Any] = {}
 
 
-def _gloo(device: torch.device) -> Any:
-    """Processes that share one GPU talk over gloo; on CPUs that is what there is anyway."""
+def _group(device: torch.device) -> Any:
+    """What we talk over, everyone talks over; on CPUs that is what there is anyway."""
     if device.type != "cuda":
         return dist.group.WORLD
-    if "gloo" not in _groups:
-        _groups["gloo"] = dist.new_group(backend="gloo")
-    return _groups["gloo"]
+    backend = backend_among(tell(device)).name
+    if backend not in _groups:
+        _groups[backend] = dist.new_group(backend=backend)
+    return _groups[backend]

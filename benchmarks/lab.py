@@ -11,7 +11,8 @@ printed.
     as root       a host is a network namespace on a bridge, its link shaped by `tc`, its processor share a quota of its
                   control group, its cores a mask, its name a UTS namespace
     otherwise     a host is a mask of cores, and nothing else: no share of a core, no link. A warning says so
-    on a GPU      a host is a client of the CUDA multi-process service with a part of the multiprocessors
+    on a GPU      a host is a client of the CUDA multi-process service with a part of the multiprocessors. In a lab that
+                  talks over NCCL, LOPSIDED_LAB_NCCL (or --nccl) is the path of a library that takes them all
 
 The one idea: all links and bridges live in namespaces of their own, and all names carry the process that made them, so
 nothing of the machine's own network is touched, and what belongs to a dead process can be told from its name alone.
@@ -43,6 +44,7 @@ from typing import Any
 
 import lab_cgroup
 from lab_spec import (
+    NCCL_LIBRARY,
     NETNS,
     SPECS,
     Host,
@@ -320,8 +322,11 @@ def build(spec: LabSpec, *, pin: bool = True) -> Iterator[Lab]:
         stack.callback(_remove, name)
         stack.enter_context(_ended_by_signals())
         if spec.kind == "gpu":
+            library = os.environ.get(NCCL_LIBRARY, "") if spec.nccl else ""
+            if library and not Path(library).is_file():
+                raise LabError(f"{NCCL_LIBRARY}: there is no {library}")
             _start_mps(folder)
-            seats = gpu_seats(spec, folder)
+            seats = gpu_seats(spec, folder, str(Path(library).resolve()) if library else "")
         elif obstacle := _obstacle(name):
             warnings.warn(LabWarning(f"hosts have cores but no shares of them, and no links: {obstacle}"), stacklevel=3)
             seats = affinity_seats(spec, sorted(os.sched_getaffinity(0)))
@@ -535,6 +540,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="measure hosts and links against what was asked for")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
     parser.add_argument("--fast-start", action="store_true", help="full speed until every rank called start_line()")
+    parser.add_argument("--nccl", default="", metavar="PATH", help="a libnccl.so.2 to load, for labs that talk over it")
     own, script = sys.argv[1:], []
     if "--" in own:
         own, script = own[: own.index("--")], own[own.index("--") + 1 :]
@@ -550,6 +556,8 @@ def main() -> int:
         parser.print_usage()
         return 2
     spec = SPECS[options.lab]
+    if options.nccl:
+        os.environ[NCCL_LIBRARY] = options.nccl
     with build(spec) as lab:
         if options.check:
             print(check(lab))

@@ -44,6 +44,7 @@ class LabSpec:
     about: str
     hosts: tuple[Host, ...]
     kind: str = "cpu"
+    nccl: bool = False  # hosts that share one GPU talk over NCCL
     trunk_mbit: float = 1000.0
     trunk_delay_ms: float = 0.0
 
@@ -79,6 +80,20 @@ SPECS = {
             "two processes with 70 and 30 % of one GPU",
             (Host("a", gpu_percent=70), Host("b", gpu_percent=30)),
             kind="gpu",
+        ),
+        LabSpec(
+            "lab-nccl",
+            "four processes with 50, 25, 12 and 12 % of one GPU, which talk over NCCL",
+            tuple(Host(name, gpu_percent=part) for name, part in zip("abcd", (50, 25, 12, 12), strict=True)),
+            kind="gpu",
+            nccl=True,
+        ),
+        LabSpec(
+            "lab-nccl-2",
+            "two processes with 50 and 25 % of one GPU, which talk over NCCL",
+            (Host("a", gpu_percent=50), Host("b", gpu_percent=25)),
+            kind="gpu",
+            nccl=True,
         ),
     )
 }
@@ -187,9 +202,23 @@ def mps_environment(folder: Path) -> dict[str, str]:
     return {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log")}
 
 
-def gpu_seats(spec: LabSpec, folder: Path) -> tuple[Seat, ...]:
+NCCL_LIBRARY = "LOPSIDED_LAB_NCCL"
+"""The variable with the path of a libnccl.so.2 to load in place of torch's."""
+BACKEND = "LOPSIDED_LAB_BACKEND"
+"""The variable that tells processes in a lab what they should talk over."""
+
+
+def nccl_environment(library: str) -> dict[str, str]:
+    """NCCL that takes several processes on one GPU (from 2.30 on), with few of its blocks: they are taken from those
+    who compute. `library` is a path, or "" for the one that torch brings."""
+    told = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "4", BACKEND: "nccl"}
+    return {**told, "LD_PRELOAD": library} if library else told
+
+
+def gpu_seats(spec: LabSpec, folder: Path, library: str = "") -> tuple[Seat, ...]:
     part = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
     shared = {**mps_environment(folder), "LOPSIDED_DEVICE": "cuda:0"}
+    shared |= nccl_environment(library) if spec.nccl else {BACKEND: "gloo"}
     return tuple(Seat(host, env={**shared, part: str(host.gpu_percent)}) for host in spec.hosts)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import random
 import statistics
@@ -178,7 +179,7 @@ class Subject:
         told: dict[str, Any] = {"nodes": len(self.graph.nodes), "search": {n: getattr(found, n) for n in names}}
         if cluster in self.plans:
             plan = self.plans[cluster]
-            check_program(plan.program, self.book)
+            check(plan, self.book)
             told["whole"] = {
                 "gap": plan.search.gap,
                 "why": plan.search.why,
@@ -329,8 +330,10 @@ def quality(quick: bool) -> dict[str, Any]:
     """Every model on every cluster with every batch; each model is captured once for each global batch."""
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
+    before = steps_before()
     for model in ("mlp", "vgg19") if quick else zoo.ZOO:
-        rows += rows_of(model, QUALITY_BATCHES[1:2] if quick else QUALITY_BATCHES)
+        for row in rows_of(model, QUALITY_BATCHES[1:2] if quick else QUALITY_BATCHES):
+            rows.append(row | {"before_s": before.get(cell(row))})
         results = {
             "wall_s": time.perf_counter() - started,
             "cpu_s": time.process_time(),
@@ -340,6 +343,17 @@ def quality(quick: bool) -> dict[str, Any]:
             # So that an interrupted run leaves what it has.
             record.write("quality", results)
     return results
+
+
+def cell(row: dict[str, Any]) -> tuple[str, str, int]:
+    return row["model"], row["cluster"], row["batch_per_device"]
+
+
+def steps_before() -> dict[tuple[str, str, int], float]:
+    """The step of every cell in the results that this run writes over."""
+    path = record.RESULTS / "quality.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {cell(row): row["step_s"] for row in rows if "step_s" in row}
 
 
 def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -364,6 +378,11 @@ def rows_of(model: str, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def check(plan: Plan, book: RuleBook) -> None:
+    """The program keeps to its rules. One that computes the batch in rounds is of the graph of one round."""
+    check_program(plan.program, book if plan.microbatches == 1 else derive_rules(plan.graph))
+
+
 def planned(subject: Subject, cluster: Cluster) -> dict[str, Any]:
     """One cell of the table; where nothing fits, what stands in the way."""
     started = time.perf_counter()
@@ -372,7 +391,7 @@ def planned(subject: Subject, cluster: Cluster) -> dict[str, Any]:
     except LopsidedError as error:
         return {"error": str(error).splitlines()[0], "planning_s": time.perf_counter() - started}
     seconds = time.perf_counter() - started
-    check_program(plan.program, subject.book)
+    check(plan, subject.book)
     baselines = {b.name: b.step_s if b.fits else None for b in plan.baselines}
     row = {
         "step_s": plan.step_s,
@@ -384,6 +403,10 @@ def planned(subject: Subject, cluster: Cluster) -> dict[str, Any]:
         "kinds_used": {kind.name: kind.devices for kind in plan.on.kinds},
         "ideal_s": ideal_s(subject.book, cluster, subject.optimizer),
         "breakdown": {name: getattr(plan.breakdown, name) for name in plan.breakdown.__slots__},
+        "rounds": plan.microbatches,
+        "runs_again": sum(rerun.level != "chunked" for rerun in plan.reruns),
+        "chunked": any(rerun.level == "chunked" for rerun in plan.reruns),
+        "on_host": bool(plan.on_host),
         "gap": plan.search.gap,
         "why": plan.search.why,
         "searches": plan.search.searches,

@@ -3,6 +3,8 @@
 python benchmarks/proof.py --lab lab-cpu                       all models, all contestants
 python benchmarks/proof.py --lab lab-cpu --ablate all          what each addition brings, into ablation-LAB.json
 python benchmarks/proof.py --lab lab-cpu --zoo                 the rest of the zoo: how well steps are predicted
+python benchmarks/proof.py --lab lab-cpu --compiled            all contestants compiled, into proof-compiled-LAB.json
+python benchmarks/proof.py --lab lab-nccl --nccl PATH --compiled    over the NCCL in this file (docs/lab.md)
 python benchmarks/proof.py --lab lab-cpu --quick               small and short, nothing written
 
 In: the name of a lab (`benchmarks/lab.py`). Out: benchmarks/results/proof-LAB.json, a row per model (with `--ablate`:
@@ -24,6 +26,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -38,7 +41,7 @@ import record
 import torch
 from beat import UNSTEADY, drift
 from contestants import Entry, Subject
-from lab import SPECS, Lab, build
+from lab import NCCL_LIBRARY, SPECS, Lab, build
 from race import SCRIPT, Pace, Race
 from subjects import ON_CPU, QUICK, REST, RESTS, SUBJECTS
 
@@ -59,6 +62,8 @@ OURS = "lopsided"
 RIVAL = "rival-"
 BASELINES = ("dp-ev", "dp-cp", "fsdp2", "deepspeed-1", "deepspeed-3")
 CONTESTANTS = (*BASELINES, HAP, OURS, "alone")
+COMPILED = ("dp-ev", "dp-cp", "fsdp2", OURS, "alone")
+"""Who can be compiled."""
 PREDICTED_AS = {"dp-ev": "dp-ev", "dp-cp": "dp-cp", "fsdp2": "fsdp", "deepspeed-3": "fsdp", "alone": "single"}
 """The planner's own figure for what others run."""
 
@@ -77,7 +82,9 @@ def race_in(lab: Lab, subject: Subject, who: Sequence[str], make: Made, pace: Pa
     return next(races_in(lab, [(subject, make)], who, pace))[1]
 
 
-def races_in(lab: Lab, subjects: Group, who: Sequence[str], pace: Pace) -> Iterator[tuple[Subject, dict[str, Any]]]:
+def races_in(
+    lab: Lab, subjects: Group, who: Sequence[str], pace: Pace, *, compiled: bool = False
+) -> Iterator[tuple[Subject, dict[str, Any]]]:
     """The row of each model. They are profiled in the same processes, one after the other, and race in others.
 
     If one fails, those that came before it are told, and then what went wrong.
@@ -95,12 +102,14 @@ def races_in(lab: Lab, subjects: Group, who: Sequence[str], pace: Pace) -> Itera
         jobs = [(parse_cluster(measured[one.name]["toml"], "measured"), make, device) for one, make in subjects]
         ready = {}
         made = {one.name: planned for (one, _), planned in zip(subjects, _planned(jobs), strict=True)}
+        if compiled:  # tried so, too
+            made = {name: (on, {n: p.compiled() for n, p in plans.items()}, s) for name, (on, plans, s) in made.items()}
         planned = time.perf_counter()
         tried, trouble_trying = _tried(lab, folder, {name: plans for name, (_, plans, _) in made.items()}, pace)
         trouble += trouble_trying
         for subject, _ in subjects:
             cluster, plans, planning_s = made[subject.name]
-            entries = tuple(entries_for(subject, plans, who, cluster, folder))
+            entries = tuple(entries_for(subject, plans, who, cluster, folder, compiled=compiled))
             (folder / f"{subject.name}-race.json").write_text(Race(subject, entries, pace).text())
             ready[subject.name] = cluster, plans, entries, planning_s
         tried_at = time.perf_counter()
@@ -224,7 +233,13 @@ def plans_for(
 
 
 def entries_for(
-    subject: Subject, plans: dict[str, Plan], who: Sequence[str], cluster: Cluster, folder: Path
+    subject: Subject,
+    plans: dict[str, Plan],
+    who: Sequence[str],
+    cluster: Cluster,
+    folder: Path,
+    *,
+    compiled: bool = False,
 ) -> Iterator[Entry]:
     graph = plans[OURS].graph
     sizes = [leaf.value.shape[0] for leaf in graph.leaves if leaf.kind == "input"]
@@ -233,19 +248,20 @@ def entries_for(
     equal = rows_by([1.0] * ranks, batch)
     for name in who:
         if name in ("dp-ev", "dp-cp"):
-            yield Entry(name, "ddp", equal if name == "dp-ev" else rows_by(speeds, batch))
+            yield Entry(name, "ddp", equal if name == "dp-ev" else rows_by(speeds, batch), compiled=compiled)
         elif name == "fsdp2":
-            yield Entry(name, "fsdp2", equal)
+            yield Entry(name, "fsdp2", equal, compiled=compiled)
         elif name.startswith("deepspeed"):
             yield Entry(name, "deepspeed", equal, stage=int(name.rpartition("-")[2]))
         elif name == "alone":
             fastest = max(range(ranks), key=lambda rank: speeds[rank])
-            yield Entry(name, "alone", tuple(batch if rank == fastest else 0 for rank in range(ranks)))
+            rows = tuple(batch if rank == fastest else 0 for rank in range(ranks))
+            yield Entry(name, "alone", rows, compiled=compiled)
     for number, (name, plan) in enumerate(plans.items()):
         if (name != OURS or OURS in who) and not twin(name, plans):
             path = folder / f"{subject.name}-plan-{number}.json"
             save_plan(plan, str(path))
-            yield Entry(name, "plan", plan=str(path))
+            yield Entry(name, "plan", plan=str(path), compiled=compiled)
 
 
 def twin(name: str, plans: dict[str, Plan]) -> str:
@@ -409,6 +425,8 @@ def main() -> None:
     parser.add_argument("--contestants", default="", help=f"some of {', '.join(CONTESTANTS)}, with commas between")
     parser.add_argument("--ablate", default="", help="additions, with commas between (several at once with +), or all")
     parser.add_argument("--zoo", action="store_true", help="the rest of the zoo, planned and alone, into zoo-LAB.json")
+    parser.add_argument("--compiled", action="store_true", help=f"all compiled, of {', '.join(COMPILED)}")
+    parser.add_argument("--nccl", default="", metavar="PATH", help="a libnccl.so.2 to load, for labs that talk over it")
     parser.add_argument("--tries", type=int, default=3, help="of our plans; the quickest races")
     parser.add_argument("--attempts", type=int, default=3, help="at most, where the machine changes under a model")
     parser.add_argument("--steps", type=int, default=2, help="in a round, beside the first, which does not count")
@@ -425,16 +443,21 @@ def main() -> None:
     ablate = ADDITIONS if options.ablate == "all" else tuple(filter(None, options.ablate.split(",")))
     for name in ablate:
         additions_named(name.split("+"))
-    some = ("dp-ev", HAP, OURS) if ablate else (OURS, "alone") if options.zoo else CONTESTANTS
+    if options.nccl:
+        os.environ[NCCL_LIBRARY] = options.nccl
+    known = COMPILED if options.compiled else CONTESTANTS
+    some = ("dp-ev", HAP, OURS) if ablate else (OURS, "alone") if options.zoo else known
     who = tuple(options.contestants.split(",")) if options.contestants else some
     # Two, since DistributedDataParallel makes its buckets anew in its second step.
     pace = Pace(options.measure, 2, options.rounds, options.steps, options.most)
     if options.quick:
         pace = Pace(min(options.measure, 4.0), 1, 2, 1, 20.0)
-    kind = "ablation" if ablate else "zoo" if options.zoo else "proof"
+    kind = "ablation" if ablate else "zoo" if options.zoo else "proof-compiled" if options.compiled else "proof"
     path = record.RESULTS / (Path(options.output).name or f"{kind}-{spec.name}.json")
     rows: dict[str, Any] = json.loads(path.read_text())["models"] if path.is_file() and not options.quick else {}
-    unknown = [*({*wanted} - {one.name for one in listed}), *({*who} - {*CONTESTANTS})]
+    if options.compiled and (ablate or options.zoo):
+        parser.error("--compiled is for the proof itself")
+    unknown = [*({*wanted} - {one.name for one in listed}), *({*who} - {*known})]
     if unknown:
         parser.error(f"there is no {', '.join(unknown)}")
     with build(spec) as lab:
@@ -446,7 +469,7 @@ def main() -> None:
         # To start processes takes longer than a race on a GPU. Hosts with a quota are given it once in their life.
         groups = [racing] if spec.kind == "gpu" else [[one] for one in racing]
         attempts = 1 if options.quick else options.attempts
-        race = lambda group: races_in(lab, group, who, pace)  # noqa: E731
+        race = lambda group: races_in(lab, group, who, pace, compiled=options.compiled)  # noqa: E731
         for subject, row in (told for group in groups for told in steadiest(race, group, attempts)):
             print(said(spec.name, subject.name, row), flush=True)
             rows[subject.name] = {**row, "by": {**record.about(), "pace": asdict(pace), "contestants": list(who)}}

@@ -34,9 +34,10 @@ import torch.distributed as dist
 from beat import Beat
 from contestants import Contestant, Entry, Subject, enter
 from lab import start_line
+from lab_spec import BACKEND
 
 from lopsided.capturing.capture_graph import capture
-from lopsided.comm.world import begin
+from lopsided.comm.world import backend_among, begin, tell
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, plan_text
 from lopsided.profiling.measure import take_measurement
@@ -159,6 +160,10 @@ def _arrived() -> torch.device:
     finds its place anew, and who trains early in the life of a process would pay for who comes later.
     """
     device = begin()
+    if promised := os.environ.get(BACKEND):
+        found = backend_among(tell(device))
+        if found.name != promised:
+            raise SystemExit(f"this lab is to talk over {promised}, and would over {found.name}: {found.why}")
     torch.set_num_threads(1)
     page, pages = (os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES"))
     block = torch.empty(min(page * pages // 8, AT_HAND_BYTES), dtype=torch.uint8)

@@ -2,10 +2,10 @@
 
 python benchmarks/shapes.py [--quick]
 
-Predicted: a step of every length under the plan for all of them, against a plan made for that length alone, and against
-filling up everything to the greatest length. Trained: losses on three unequal processes against one device's, how many
-programs were made, and processor's seconds with few lengths and with the greatest alone. `--quick` tries a small case
-and writes nothing.
+Predicted: a step of every length under the plan for all of them, against a plan made for that length alone, the same
+on just the devices that the plan for all uses, and against filling up everything to the greatest length; processor's
+seconds to plan. Trained: losses on three unequal processes against one device's, how many programs were made, and
+processor's seconds with few lengths and with the greatest alone. `--quick` tries a small case and writes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster_file import load_cluster
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.models.by_name import load
-from lopsided.planner.plan_data import Plan
+from lopsided.planner.ablation import DEVICES
 from lopsided.planner.planner import plan_graph
 from lopsided.planner.same_storage import plan_for_shapes, step_on
 from lopsided.runtime.calls.shapes import lengths_of
@@ -61,28 +61,34 @@ def few(model: str, drawn: list[int]) -> tuple[tuple[int, ...], tuple[float, ...
     return found.lengths, found.often
 
 
-def alone(model: str, cluster: str, length: int) -> Plan:
-    return plan_graph(capture(*load(model.format(length))), load_cluster(cluster))
-
-
 def predicted(model: str, cluster: str, drawn: list[int]) -> dict[str, Any]:
     lengths, often = few(model, drawn)
     graphs = [capture(*load(model.format(length))) for length in lengths]
     # The example batch is the longest.
+    began_s = time.process_time()
     common = plan_for_shapes(graphs[::-1], often[::-1], load_cluster(cluster))
+    together_s = time.process_time() - began_s
     steps = [step_on(graph, common) for graph in graphs]
-    own = [alone(model, cluster, length).step_s for length in lengths]
+    began_s = time.process_time()
+    own = [plan_graph(graph, load_cluster(cluster)).step_s for graph in graphs]
+    each_s = (time.process_time() - began_s) / len(graphs)
+    # Stored as suits this length best, on all the devices that store the common plan.
+    there = [plan_graph(graph, common.on, without=(DEVICES,)).step_s for graph in graphs]
     filled = sum(step_s * times for step_s, times in zip(steps, often, strict=True))
     some = drawn[EVERY // 2 :: EVERY]
     upto = {length: next(step_s for n, step_s in zip(lengths, steps, strict=True) if n >= length) for length in some}
-    unfilled = statistics.fmean(upto[length] / alone(model, cluster, length).step_s for length in some)
+    unfilled = statistics.fmean(
+        upto[length] / plan_graph(capture(*load(model.format(length))), load_cluster(cluster)).step_s for length in some
+    )
     return {
         "model": model.format("*"),
         "cluster": cluster,
         "lengths": [
-            {"length": n, "often": part, "step_s": step_s, "alone_s": alone_s}
-            for n, part, step_s, alone_s in zip(lengths, often, steps, own, strict=True)
+            {"length": n, "often": part, "step_s": step_s, "alone_s": alone_s, "there_s": there_s}
+            for n, part, step_s, alone_s, there_s in zip(lengths, often, steps, own, there, strict=True)
         ],
+        "devices": common.on.devices,
+        "planning": {"together_s": together_s, "each_s": each_s},
         "unfilled": unfilled,
         "faster": own[-1] / filled,
     }

@@ -62,6 +62,18 @@ ON_GPU_2 = (
     Subject("gpt2", "gpt2:layers=8,width=512,heads=8,seq=512,vocab=8192,dropout=0,batch=48"),
     Subject("llama", "llama:layers=8,width=512,heads=8,kv_heads=4,ffn=1408,seq=512,vocab=8192,batch=48"),
 )
+# Where GPUs talk over NCCL: these too, in the sizes that everyone trains them in.
+ON_NCCL = (
+    *ON_GPU,
+    Subject("gpt2-124m", "gpt2:dropout=0,seq=1024,batch=32,vocab=50304", autocast="bf16"),
+    Subject("vit-b16", "vit:image=224,patch=16,batch=192,dropout=0", sums=True, autocast="bf16"),
+    Subject(
+        "bert-large",
+        "bert:layers=24,width=1024,heads=16,seq=512,batch=24,dropout=0",
+        sums=True,
+        autocast="bf16",
+    ),
+)
 QUICK = (
     Subject("gpt2", "gpt2:layers=2,width=64,heads=2,seq=32,vocab=256,dropout=0,batch=16"),
     Subject("bert", "bert:layers=2,width=64,heads=2,seq=32,vocab=256,dropout=0,batch=16", sums=True),
@@ -78,6 +90,6 @@ REST_ON_GPU_2 = (
     Subject("unet", "unet:width=64,batch=96,dropout=0"),
     Subject("t5", "t5:layers=4,width=512,heads=8,seq=128,vocab=8192,batch=96,dropout=0"),
 )
-SUBJECTS = {"lab-gpu": ON_GPU, "lab-gpu-2": ON_GPU_2}
-RESTS = {"lab-gpu": REST_ON_GPU, "lab-gpu-2": REST_ON_GPU_2}
+SUBJECTS = {"lab-gpu": ON_GPU, "lab-gpu-2": ON_GPU_2, "lab-nccl": ON_NCCL, "lab-nccl-2": ON_NCCL}
+RESTS = {"lab-gpu": REST_ON_GPU, "lab-gpu-2": REST_ON_GPU_2, "lab-nccl": REST_ON_GPU, "lab-nccl-2": REST_ON_GPU}
 """Of labs that are not made of processors."""

@@ -455,10 +455,35 @@ def _quality(data: dict[str, Any]) -> list[str]:
         "Some of this is won by leaving devices out. The third figure of a cell is over the best of all these and of "
         "data parallelism by speed on just the devices that the plan uses: what remains for someone who knew which. "
         f"Its median is {_middle(over_part):.2f}× (from {over_part[0]:.2f}× to {over_part[-1]:.2f}×).\n",
+        *_since_before(planned),
         *_weak_baselines(planned),
         *_speed_ups(rows),
         *_cells(rows),
     ]
+
+
+def _since_before(planned: list[dict[str, Any]]) -> list[str]:
+    """How plans compare with those of the results that were there before."""
+    changes = sorted((row["step_s"] / row["before_s"] - 1, _place(row)) for row in planned if row.get("before_s"))
+    if not changes:
+        return []
+    new = sum(row.get("before_s") is None for row in planned)
+    shorter = sum(change < -NO_WORSE for change, _ in changes)
+    (best, at_best), (worst, at_worst) = changes[0], changes[-1]
+    met = "met" if worst <= NO_WORSE else "**not met**"
+    return [
+        f"Against the run before, in {len(changes)} cells that both fit: {shorter} steps are shorter by more than "
+        f"0.5 %, most {at_best} ({best:+.1%}); the one that is worst is {at_worst} ({worst:+.2%}; goal: at most "
+        f"+0.5 %, {met}). {new} cells fit that did not.\n"
+    ]
+
+
+NO_WORSE = 0.005
+"""A plan may be predicted slower by so much than before, as a fraction of its step."""
+
+
+def _place(row: dict[str, Any]) -> str:
+    return f"`{row['model']}` on `{row['cluster']}`, {row['batch_per_device']} a device"
 
 
 def _weak_baselines(planned: list[dict[str, Any]]) -> list[str]:
@@ -510,23 +535,33 @@ def _cells(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "### Every cell\n",
         "*Nothing gained* is said, with its reason, where the best classic that fits comes within 1 % of the plan.\n",
-        "| model | cluster | a device | step | best classic | its step | devices used | gap | planned in "
+        "| model | cluster | a device | step | best classic | its step | devices used | memory by | gap | planned in "
         "| nothing gained |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         head = f"| `{row['model']}` | `{row['cluster']}` | {row['batch_per_device']} "
         if "error" in row:
-            lines.append(f"{head}| does not fit | | | | | {row['planning_s']:.1f} s | {row['error']} |")
+            lines.append(f"{head}| does not fit | | | | | | {row['planning_s']:.1f} s | {row['error']} |")
             continue
         there = {name: seconds for name, seconds in row["baselines"].items() if seconds is not None}
         best = min(there, key=lambda name: there[name], default="none fits")
         lines.append(
             f"{head}| {_seconds(row['step_s'])} | {best} | {_seconds(there[best]) if there else ''} "
-            f"| {', '.join(f'{count} {kind}' for kind, count in row['kinds_used'].items())} | {row['gap']:.2g} "
+            f"| {', '.join(f'{count} {kind}' for kind, count in row['kinds_used'].items())} | {_memory_by(row)} "
+            f"| {row['gap']:.2g} "
             f"| {row['planning_s']:.1f} s | {row['nothing_gained']} |"
         )
     return [*lines, ""]
+
+
+def _memory_by(row: dict[str, Any]) -> str:
+    """What a plan does for the sake of memory."""
+    told = [f"{row['rounds']} rounds"] if row.get("rounds", 1) > 1 else []
+    told += [f"{row['runs_again']} blocks again"] if row.get("runs_again") else []
+    told += ["the loss in chunks"] if row.get("chunked") else []
+    told += ["state on the host"] if row.get("on_host") else []
+    return ", ".join(told)
 
 
 def _seconds(taken: float) -> str:

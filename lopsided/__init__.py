@@ -27,11 +27,10 @@ from lopsided.runtime.calls.outputs import gather
 from lopsided.runtime.checkpoint.automatic import Checkpoints
 from lopsided.runtime.checkpoint.checkpoint import load as load_checkpoint
 from lopsided.runtime.checkpoint.checkpoint import save as save_checkpoint
-from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict
+from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_dict, whole
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.parallelizing import parallelize
 from lopsided.runtime.parameters.norms import clip_grad_norm_
-from lopsided.runtime.parameters.whole_model import whole
 from lopsided.verification.simulator import Simulation, simulate
 from lopsided.verification.verifier import Verification, random_program, verify
 

@@ -39,8 +39,10 @@ MOST_BYTES_OF_A_FILE = 128 * 2**20
 
 _WIDTH = 140
 _MOST_CHARACTERS = 10_000
-_MOST_DOTS = 1000  # in a line of TOML: `a.a.a = 1` nests tables, which takes the square of it to read
-_HEAD_BYTES = 2**16  # of a file that is there, to see of which kind it is
+# `a.a.a = 1` in a line of TOML nests tables, which takes the square of the number of its dots to read.
+_MOST_DOTS = 1000
+# So much is read of a file that is there, to see of which kind it is.
+_HEAD_BYTES = 2**16
 
 T = TypeVar("T")
 

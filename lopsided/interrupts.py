@@ -29,7 +29,8 @@ STATUS = 130
 LEAVE_S = 1.0
 """How long the main thread has to come to an end by itself."""
 
-_GRACE_S = 0.5  # from a request to end, which a script may hear, to the end itself
+# Seconds from a request to end, which a script may hear, to the end itself.
+_GRACE_S = 0.5
 _NAME = "lopsided"
 
 folders: set[str] = set()
@@ -157,7 +158,7 @@ def _end_all(processes: list[int]) -> None:
 
 
 def _lives(process: int) -> bool:
-    """Not ended, or not yet asked for its status by its parent."""
+    """Whether it has not ended, or its parent has not asked for its status yet."""
     with contextlib.suppress(OSError, IndexError):
         return _fields(process)[0] not in "ZX"
     return False

@@ -26,6 +26,7 @@ from lopsided.planner.plan_file import EDITED, load_plan, parse_plan, plan_text
 from lopsided.runtime.checkpoint.checkpoint import load
 from lopsided.runtime.checkpoint.folder import as_plain, from_plain, read_table, read_training, write_file
 from lopsided.runtime.checkpoint.state import full_state_dict
+from tests.support.data import paths
 from tests.support.held_pieces import THREE, ByHand, make_optimizer, trained_whole
 from tests.support.plans import ZERO, plan_of
 
@@ -307,11 +308,6 @@ ODD: list[Any] = [
     ),
     *([], [None], [[]], {}, {"a": 1}, {"~": "code", "of": []}, {"name": "\n"}, _deep(60), _deep(400)),
 ]
-
-
-def paths(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [*([path] if path else []), *(p for key, part in inner for p in paths(part, (*path, key)))]
 
 
 def changed(told: Any, path: tuple[str | int, ...], how: str, value: object) -> Any:

@@ -78,6 +78,9 @@ def test_the_specs_are_what_the_proof_asks_for() -> None:
     }
     assert [host.gpu_percent for host in SPECS["lab-gpu"].hosts] == [50, 25, 12, 12]
     assert [host.gpu_percent for host in SPECS["lab-gpu-2"].hosts] == [70, 30]
+    assert [host.gpu_percent for host in SPECS["lab-nccl"].hosts] == [50, 25, 12, 12]
+    assert [host.gpu_percent for host in SPECS["lab-nccl-2"].hosts] == [50, 25]
+    assert {name for name, spec in SPECS.items() if spec.nccl} == {"lab-nccl", "lab-nccl-2"}
 
 
 def test_hosts_are_spread_over_the_cores() -> None:
@@ -174,6 +177,21 @@ def test_a_gpu_lab_runs_in_a_service_of_its_own(tmp_path: Path, monkeypatch: pyt
     assert [one.stdout.split() for one in done] == [[part, pipes, "cuda:0", "lo"] for part in ("50", "25", "12", "12")]
     assert log.read_text().splitlines() == [f"-d {pipes}", f"quit -t 5 {pipes}"]
     assert not made.folder.exists()
+
+
+def test_hosts_that_talk_over_nccl_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seats = lab_spec.gpu_seats(SPECS["lab-nccl"], tmp_path, "/somewhere/libnccl.so.2")
+    assert [seat.env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for seat in seats] == ["50", "25", "12", "12"]
+    for seat in seats:
+        assert seat.env["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+        assert (seat.env["LD_PRELOAD"], seat.env[lab_spec.BACKEND]) == ("/somewhere/libnccl.so.2", "nccl")
+    assert "LD_PRELOAD" not in lab_spec.gpu_seats(SPECS["lab-nccl-2"], tmp_path)[0].env
+    (over_gloo, *_) = lab_spec.gpu_seats(SPECS["lab-gpu"], tmp_path, "/somewhere/libnccl.so.2")
+    assert over_gloo.env[lab_spec.BACKEND] == "gloo"
+    assert not {"LD_PRELOAD", "NCCL_MULTI_RANK_GPU_ENABLE"} & {*over_gloo.env}
+    monkeypatch.setenv(lab_spec.NCCL_LIBRARY, str(tmp_path / "none.so"))
+    with pytest.raises(lab.LabError, match=r"there is no .*none\.so"), build(SPECS["lab-nccl"]):
+        pass
 
 
 def test_a_gpu_lab_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,37 @@ def test_everyone_trains_the_same_model(subject: contestants.Subject, tmp_path: 
         assert losses == pytest.approx(wanted, rel=1e-3), name
 
 
+@pytest.mark.slow
+def test_compiled_everyone_trains_the_same_model(tmp_path: Path) -> None:
+    subject = contestants.Subject("gpt2", "gpt2:layers=1,width=16,heads=2,seq=8,vocab=32,dropout=0,batch=8")
+    plans = dict(proof.plans_for(subject, (), (), two_hosts(), torch.device("cpu")))
+    save_plan(plans[proof.OURS].compiled(), str(tmp_path / "plan.json"))
+    entries = [
+        {"name": "eager", "way": "alone", "rows": (8, 0)},
+        {"name": "alone", "way": "alone", "rows": (8, 0), "compiled": True},
+        {"name": "dp-ev", "way": "ddp", "rows": (4, 4), "compiled": True},
+        {"name": "dp-cp", "way": "ddp", "rows": (6, 2), "compiled": True},
+        {"name": "fsdp2", "way": "fsdp2", "rows": (4, 4), "compiled": True},
+        {"name": proof.OURS, "way": "plan", "plan": str(tmp_path / "plan.json"), "compiled": True},
+    ]
+    with WorkerPool(2, timeout_s=600) as pool:
+        both = pool.run(trained, str(BENCHMARKS), {"name": "gpt2", "spec": subject.spec}, entries, 3)
+    assert both[0] == both[1]
+    for name, losses in both[0].items():
+        assert losses == pytest.approx(both[0]["eager"], rel=1e-3), name
+
+
+def test_who_races_compiled_is_told_so(tmp_path: Path) -> None:
+    plans = dict(proof.plans_for(MEAN, (), (), two_hosts(), torch.device("cpu")))
+    for compiled in (False, True):
+        entries = list(proof.entries_for(MEAN, plans, proof.COMPILED, two_hosts(), tmp_path, compiled=compiled))
+        assert [entry.name for entry in entries] == ["dp-ev", "dp-cp", "fsdp2", "alone", proof.OURS]
+        assert {entry.compiled for entry in entries} == {compiled}
+        told = race.Race(MEAN, tuple(entries), race.Pace(1, 2, 3, 4, 5))
+        (tmp_path / "race.json").write_text(told.text())
+        assert race.read_race(tmp_path / "race.json") == told
+
+
 def test_a_contestant_that_cannot_be_there_says_why() -> None:
     with WorkerPool(2) as pool:
         entries = [{"name": "nobody", "way": "plan", "plan": "/nowhere.json"}]
@@ -117,7 +148,7 @@ def test_blocks_are_the_layers_and_never_parts_of_them() -> None:
     assert contestants.blocks_of(plain) == [plain[0], plain[2]]
 
 
-@pytest.mark.parametrize("subject", [*subjects.ON_CPU, *subjects.ON_GPU, *subjects.QUICK], ids=lambda s: s.spec[:40])
+@pytest.mark.parametrize("subject", [*subjects.ON_CPU, *subjects.ON_NCCL, *subjects.QUICK], ids=lambda s: s.spec[:40])
 def test_models_that_sum_are_those_that_say_so(subject: contestants.Subject) -> None:
     """The losses of parts, weighted as said, are that of the whole."""
     name, _, sizes = subject.spec.partition(":")

@@ -182,7 +182,7 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class LineCorrection:
-    """By what the lines of calls are corrected."""
+    """A correction of the lines of calls: factors of both parts, and seconds that are added."""
 
     constants: float
     slopes: float
@@ -389,8 +389,7 @@ def _less_memory(cluster: Cluster, run: Run) -> Cluster:
             where=f"cluster {cluster.name}",
             do="give the cluster that the run was planned for",
         )
-    at = cluster.device_names.index(name)
-    number = next(k for k, (_, stop) in enumerate(cluster.spans) if at < stop)
+    number = cluster.kind_numbers[cluster.device_names.index(name)]
     kind, limit = cluster.kinds[number], memory_limits(cluster)[number]
     predicted = run.plan.memory_of(name)
     held = run.devices[run.plan.devices.index(name)].peak_bytes or predicted

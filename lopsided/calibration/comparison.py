@@ -60,7 +60,7 @@ class ComparisonLine:
     what: str
     predicted: float
     measured: float
-    times: int = 1  # that it happens in a step
+    times: int = 1  # how often it happens in a step
 
     @property
     def error(self) -> float:
@@ -111,7 +111,7 @@ class Comparison:
 
 def compare_run(run: Run) -> Comparison:
     plan = run.plan
-    costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
+    costs = plan.costs()
     priced = plan.priced(costs)
     bare = Costs(plan.graph, without_overhead(plan.on), optimizer_named(plan.optimizer))
     ops = plan.priced(bare)
@@ -170,7 +170,7 @@ def without_overhead(cluster: Cluster) -> Cluster:
 def _device_lines(
     told: _Predicted, plan: Plan, number: int, device: DeviceRun, classes: dict[str, str]
 ) -> Iterator[ComparisonLine]:
-    kind = _kind_number(plan.on, number)
+    kind = plan.on.kind_numbers[number]
     predicted: dict[str, float] = {}
     times: dict[str, int] = {}
     priced = told.priced
@@ -196,12 +196,8 @@ def _device_lines(
         yield ComparisonLine(what, predicted.get(what, 0.0), measured.get(what, 0.0), times.get(what, 1))
 
 
-def _kind_number(cluster: Cluster, device: int) -> int:
-    return next(k for k, (start, stop) in enumerate(cluster.spans) if start <= device < stop)
-
-
 def _updating_s(plan: Plan, priced: PricedStep, device: int) -> float:
-    kind = _kind_number(plan.on, device)
+    kind = plan.on.kind_numbers[device]
     return sum(item.seconds[kind].at(fraction_of(plan, item.cut, device)) for item in priced.updates)
 
 
@@ -266,10 +262,14 @@ def carried(run: Run) -> tuple[Carried, ...]:
 
 
 def _once(step: Sequence[StepRun]) -> list[tuple[Span, float]]:
+    """Each collective and what it took, with how long the device that came last, and waited least, stood for it."""
     rows = [[span for span in one.spans if span.lane == NETWORK] for one in step]
     taken = [own_seconds(row) for row in rows]
-    together = zip(*rows, strict=False)
-    return [(of_all(same), min(row[k] for row in taken)) for k, same in enumerate(together)]
+    found = []
+    for k, same in enumerate(zip(*rows, strict=False)):
+        seconds, last = min((row[k], device) for device, row in enumerate(taken))
+        found.append((replace(of_all(same), waited_s=same[last].waited_s), seconds))
+    return found
 
 
 def of_all(same: Sequence[Span]) -> Span:
@@ -324,7 +324,7 @@ class ExpectedStep(_Shared, Protocol):
 
 def expected_calls(step: ExpectedStep, device: int) -> Expected:
     """What tables say of one device's pass there and back: its measured calls, and the rest."""
-    number = _kind_number(step.cluster, device)
+    number = step.cluster.kind_numbers[device]
     tables = {entry.call: entry for entry in step.cluster.kinds[number].measured}
     ops = {op.node.name: op for op in step.program.steps}
     measured_s, scaling_s, calls, talking = 0.0, 0.0, 0, 0
@@ -346,16 +346,16 @@ def expected_calls(step: ExpectedStep, device: int) -> Expected:
 
 def computing_s(plan: Plan) -> tuple[float, ...]:
     """What each device of a plan is predicted to compute in a pass there and back, in seconds."""
-    items = plan.priced(Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))).computes
+    items = plan.priced(plan.costs()).computes
     return tuple(
         sum(item.seconds[number].at(fraction_of(plan, item.cut, device)) for item in items)
-        for number, span in enumerate(plan.on.spans)
-        for device in range(*span)
+        for device, number in enumerate(plan.on.kind_numbers)
     )
 
 
 def observed_parts(plan: Plan, seconds: Sequence[float]) -> tuple[ObservedCalls, ...]:
-    """Of each kind: the mean of what its devices took for their parts of a step, of which nothing else is known."""
+    """For each kind of device, the mean of what its devices took for their parts of a step, of which nothing else is
+    known."""
     told, found = computing_s(plan), []
     for number, (first, last) in enumerate(plan.on.spans):
         was_s, is_s = (statistics.fmean(each[first:last]) for each in (told, seconds))
@@ -365,13 +365,13 @@ def observed_parts(plan: Plan, seconds: Sequence[float]) -> tuple[ObservedCalls,
 
 def observed_run(run: Run) -> tuple[tuple[ObservedCalls, ...], tuple[ObservedTransfers, ...]]:
     """The calls, updates and collectives of recorded steps, each beside what its plan said."""
-    costs = Costs(run.plan.graph, run.plan.on, optimizer_named(run.plan.optimizer))
+    costs = run.plan.costs()
     calls = [one for number in range(len(run.plan.on.kinds)) for one in _observed_calls(run, costs, number)]
     return tuple(calls), tuple(_observed_transfers(run, costs.network)) if run.plan.on.devices > 1 else ()
 
 
 def _observed_calls(run: Run, costs: Costs, number: int) -> Iterator[ObservedCalls]:
-    """Of one kind: the seconds of its devices in the mean, of all calls of one text and pass together."""
+    """What one kind took: mean seconds of its devices, all calls of one text and pass together."""
     plan = run.plan
     devices = range(*plan.on.spans[number])
     medians = [_median_by_id(run.devices[device]) for device in devices]
@@ -429,22 +429,17 @@ def _median_by_id(device: DeviceRun) -> dict[str, float]:
 
 
 def _observed_transfers(run: Run, network: Network) -> Iterator[ObservedTransfers]:
-    """Of every way that the run took: seconds in a step. What hid behind computing is expected to take longer."""
+    """Seconds in a step of every way that the run took. What hid behind computing is expected to take longer."""
     slowdown = run.plan.on.comm_slowdown
     totals: dict[tuple[str, str], list[tuple[float, float]]] = {}
     steps = [*zip(*(device.recorded for device in run.devices), strict=False)]
     for step in steps:
-        rows = [[span for span in one.spans if span.lane == NETWORK] for one in step]
-        takes = [own_seconds(row) for row in rows]
-        for k, same in enumerate(zip(*rows, strict=False)):
-            span = of_all(same)
+        for span, seconds in _once(step):
             ways = network.ways(span.collective) if span.collective in COLLECTIVES else ()
             way = next((way for way in ways if way.implementation == span.way), None)
             if way is None:
                 continue
-            # The device that came last waited least.
-            seconds, device = min((row[k], device) for device, row in enumerate(takes))
-            standing = min(rows[device][k].waited_s / seconds, 1.0) if seconds else 1.0
+            standing = min(span.waited_s / seconds, 1.0) if seconds else 1.0
             expected_s = way.seconds(span.bytes, span.largest) * (1 + (slowdown - 1) * (1 - standing))
             totals.setdefault((span.collective, span.way), []).append((expected_s, seconds))
     for (collective, name), pairs in totals.items():

@@ -66,8 +66,7 @@ def rebalanced(plan: Plan, seconds: Sequence[float]) -> Plan | None:
         return None
     if step_of(shares) > _WORTH * step_of(plan.shares):
         return None
-    how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host, plan.microbatches)
-    step_s, breakdown, memory = predict(plan.program, shares, on, *how)
+    step_s, breakdown, memory = predict(plan.program, shares, on, *plan.how)
     told = zip(plan.on.kinds, found.corrections, strict=True)
     paces = ", ".join(f"{kind.node}/{kind.name} {one.factor:.2f}" for kind, one in told)
     note = f"shares are balanced by what devices took, times what was predicted: {paces}"

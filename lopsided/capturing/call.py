@@ -82,7 +82,7 @@ def _refuse_hidden(name: str, value: object) -> None:
 
 
 def rebuilder(leaves: Mapping[str, Any], spec: pytree.TreeSpec) -> Rebuild:
-    """From other tensors in the place of these to the arguments of a call."""
+    """A function from other tensors, in the place of these, to the arguments of a call."""
 
     def rebuild(given: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         feed = iter(given)
@@ -222,7 +222,7 @@ def the_loss(made: object) -> Tensor:
 
 
 class NotReturned:
-    """In place of an object of the model's that holds tensors in a way nobody described."""
+    """Stands for an object of the model's that holds tensors in a way nobody described."""
 
     def __init__(self, kind: str) -> None:
         self.__dict__["_kind"] = kind

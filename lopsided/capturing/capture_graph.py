@@ -43,7 +43,7 @@ from lopsided.capturing.call import (
 )
 from lopsided.capturing.diagnosis import explain, refuse_calls, refuse_modules
 from lopsided.capturing.eager_check import check_against_eager, fewer_rows
-from lopsided.capturing.export import assignments, export_flat
+from lopsided.capturing.export import assignments, export_flat, quiet
 from lopsided.capturing.reads import LeftTensor, Reading, Reads
 from lopsided.capturing.saved_tensors import record_saved
 from lopsided.capturing.selections import fix_sizes, sizes_agree
@@ -325,6 +325,8 @@ def _export(wrapped: _Step, tensors: tuple[Tensor, ...]) -> ExportedProgram:
     try:
         exported = export_flat(wrapped, tensors)
     except Exception as error:
-        raise explain(wrapped.model, error, lambda: wrapped(*tensors)) from error
+        with quiet():
+            refusal = explain(wrapped.model, error, lambda: wrapped(*tensors))
+        raise refusal from error
     refuse_calls(exported)
     return exported

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lopsided.capturing.call import LossFn, flatten_batch, in_form_of, loss_of
+from lopsided.capturing.export import alone
 from lopsided.errors import CaptureError
 from lopsided.ir.graph import DTYPES, Graph, Leaf
 from lopsided.ir.op_call import run_graph
@@ -171,7 +172,7 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
     try:
         for parameter, _ in hooks:
             parameter._backward_hooks = None
-        with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad(), torch.inference_mode(False):
+        with alone(), torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad(), torch.inference_mode(False):
             yield
     finally:
         for parameter, called in hooks:

@@ -1,6 +1,6 @@
 """torch.export, with what it would lose put right.
 
-In: a module and its tensors. Out: an `ExportedProgram` whose graph is flat. Six things export does not tell:
+In: a module and its tensors. Out: an `ExportedProgram` whose graph is flat. Seven things export does not tell:
 
     no_grad inside autocast        one of the two is lost: markers stay where they are  `_flat_regions`
     a torch.autograd.Function      its backward is lost: refused, unless its forward's  `_functions_watched`
@@ -8,6 +8,7 @@ In: a module and its tensors. Out: an `ExportedProgram` whose graph is flat. Six
     other attributes assigned      tracing tensors are left behind: put back            `_attributes_kept`
     hooks on gradients             they are lost: refused                               `_hooks_watched`
     what is recomputed             torch.utils.checkpoint leaves no trace: nodes marked `region_of`
+    batch norm that talks          SyncBatchNorm would: here it is batch norm            `alone`
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 from torch.fx import traceback
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 
@@ -41,13 +43,15 @@ _QUIET = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subcl
 def export_flat(module: nn.Module, tensors: tuple[Tensor, ...]) -> ExportedProgram:
     """The exported program. Gradients are on, whatever surrounds the call: this is a training step."""
     with (
-        _quiet(),
+        quiet(),
         _flat_regions(),
         _functions_watched(),
         _hooks_watched(),
         _distributions_unchecked(),
         _checkpoints_marked(),
         _attributes_kept(module),
+        _diagonals_masked(),
+        alone(),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
@@ -80,7 +84,30 @@ def _distributions_unchecked() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def alone() -> Iterator[None]:
+    """In here the model is run as on one device, also in a script for DistributedDataParallel whose batch norms were
+    converted to ask the other processes: in every plan they are of the whole batch as they stand."""
+    with patch.object(nn.SyncBatchNorm, "forward", _BatchNorm.forward):
+        yield
+
+
+@contextmanager
+def _diagonals_masked() -> Iterator[None]:
+    """`fill_diagonal_` has no form that returns a new tensor; `masked_fill_` has."""
+    plain = Tensor.fill_diagonal_
+
+    def fill_diagonal_(self: Tensor, fill_value: float, wrap: bool = False) -> Tensor:
+        if wrap and self.shape[0] > self.shape[1]:
+            return plain(self, fill_value, wrap)
+        places = torch.meshgrid(*(torch.arange(n, device=self.device) for n in self.shape), indexing="ij")
+        return self.masked_fill_(torch.stack([place == places[0] for place in places]).all(0), fill_value)
+
+    with patch.object(Tensor, "fill_diagonal_", fill_diagonal_):
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
     """No warnings, no log, no half-made graph on stderr: what matters is in the exception."""
     logs = [logging.getLogger(name) for name in _QUIET]
     levels = [log.level for log in logs]

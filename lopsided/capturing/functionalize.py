@@ -53,7 +53,8 @@ _SAME_ORDER = (
     "atleast_2d",
     "atleast_3d",
 )
-_PARTS = {"c64": "f32", "c128": "f64"}  # the dtype of the real and imaginary parts of complex numbers
+# The dtype of the real and imaginary parts of complex numbers.
+_PARTS = {"c64": "f32", "c128": "f64"}
 _REORDERED = ("t", "transpose", "permute", "numpy_T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims")
 
 

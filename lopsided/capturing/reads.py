@@ -7,7 +7,7 @@ compares with what it is now.
                                            variables of the script (`lopsided.capturing.variables`)
     tensors that are no buffers            which one it is, and whether it was written to
     configurations, functions              which one it is
-    forward hooks                          which there are
+    hooks of modules                       which there are; those of the backward pass are refused
 
 Attributes in which forward leaves tensors for others are `LeftTensor`s.
 
@@ -36,10 +36,13 @@ from lopsided.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, type(None), np.generic, torch.dtype, torch.device)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, Enum)
-_OWN = frozenset((*vars(nn.Module()), *vars(nn.Module)))  # what every module has; the mode is known elsewhere
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_MOST = 200  # entries of a configuration that are worth watching
-_DEEPEST = 3  # that a configuration is looked through
+# What every module has; whether it is in training is known elsewhere.
+_OWN = frozenset((*vars(nn.Module()), *vars(nn.Module)))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# A configuration with more entries than this is not watched.
+_MOST = 200
+# How deep a configuration is looked through.
+_DEEPEST = 3
 
 
 class HasValues(Protocol):
@@ -75,6 +78,20 @@ class _OfEntry:
 
 def _place(holder: HasValues, key: Any) -> tuple[Any, Any]:
     return getattr(holder, "place", None) or id(getattr(holder, "thing", holder)), key
+
+
+class _HooksOf:
+    """The numbers that torch gives the hooks of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.thing = vars(module)
+
+    def get(self, key: Any, default: object, /) -> object:
+        return self.now()
+
+    def now(self) -> tuple[tuple[int, ...], ...]:
+        each = [self.thing[key] for key in _HOOKS]
+        return tuple(map(tuple, each)) if any(each) else ()
 
 
 class _Nothing:
@@ -116,19 +133,19 @@ class _SeenThing:
 
 
 class _SeenHooks:
-    """The hooks that a module had, by the numbers torch gives them."""
+    """The hooks that a module had, by the numbers torch gives them, which are others on every rank."""
 
-    def __init__(self, hooks: Mapping[int, object]) -> None:
-        self._numbers = tuple(hooks)
+    def __init__(self, numbers: tuple[tuple[int, ...], ...]) -> None:
+        self._numbers = numbers
 
     def is_still(self, now: object) -> bool:
-        return isinstance(now, Mapping) and tuple(now) == self._numbers
+        return now == self._numbers
 
     def told(self, now: object) -> str:
-        return "another number" if isinstance(now, Mapping) and len(now) != len(self._numbers) else "others"
+        return "others"
 
     def __repr__(self) -> str:
-        return f"{len(self._numbers)} hooks"
+        return f"{sum(map(len, self._numbers))} hooks"
 
 
 _Seen = (_SeenTensor, _SeenThing, _SeenHooks)
@@ -221,7 +238,7 @@ class LeftTensor:
 
 
 class NotStored:
-    """In place of a tensor that forward stores in an attribute."""
+    """Stands for a tensor that forward stores in an attribute."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name
@@ -312,9 +329,8 @@ class Reading:
             return
         self.names[id(module)], self._before[id(module)] = name, dict(vars(module))
         self._modules.append(module)
-        for key in _HOOKS:
-            hooks = vars(module)[key]
-            self._found[id(module), key] = Read(OfModule(module), key, f"{name}.{key}", _SeenHooks(hooks))
+        hooks = _HooksOf(module)
+        self._found[id(module), "hooks"] = Read(hooks, "hooks", f"the hooks of {name}", _SeenHooks(hooks.now()))
 
     @contextmanager
     def watching(self) -> Iterator[None]:

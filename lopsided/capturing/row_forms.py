@@ -720,7 +720,7 @@ def loss(gone: Callable[[int], Sequence[int]]) -> Form:
 
 
 def _first(tensors: Sequence[Rows | fx.Node]) -> dict[int, fx.Node]:
-    """Of a loss that has a result for each row: rows are dim 0 of every operand."""
+    """Rows of a loss that has a result for each: they are dim 0 of every operand."""
     found = [dict(t.counts) if isinstance(t, Rows) else {} for t in tensors if value_of(t).dim()]
     if any(list(counts) != [0] or counts[0] is not found[0][0] for counts in found):
         raise NotFixed("rows that different masks select meet")

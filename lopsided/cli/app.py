@@ -258,7 +258,7 @@ def _ops_named(op: str) -> list[str]:
         named = [name for name in TABLE if op in (name, name.split(".")[1])]
         if named:
             raise ModelError(
-                f"{named[0]} has a line but no sample", do="add one to its family in lopsided/ops/samples/"
+                f"{named[0]} has a line but no sample", do="add one to the `samples` of its family in lopsided/ops/"
             )
         raise ModelError(f"no op {op!r} in the table", do=f"{hint}`lopsided rules --list` names all {len(ops)}")
     return found
@@ -349,6 +349,9 @@ def verify_command(
     processes: Annotated[
         bool, typer.Option("--processes", help="On local processes that talk, one a device: what training will run.")
     ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="With stretches compiled, as parallelize(compile=True) runs them. Slow.")
+    ] = False,
     batch: Batch = None,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -371,6 +374,7 @@ def verify_command(
             devices=devices or len(fractions or ()),
             programs=programs or 10,
             processes=processes,
+            compiled=compiled,
             as_json=as_json,
         )
     torch.manual_seed(seed)
@@ -385,6 +389,7 @@ def verify_command(
             devices=devices or 0,
             programs=programs or 50,
             seed=seed,
+            compiled=compiled,
             progress=lambda done: advance(),
         )
     seconds = time.perf_counter() - started
@@ -392,6 +397,7 @@ def verify_command(
         print_json(_verification_json(model, result, seconds))
     else:
         _print_verification(model, result, seconds)
+        say_all(run_commands.functions_lines(result.functions))
     raise typer.Exit(0 if result.passed else 1)
 
 
@@ -427,6 +433,7 @@ def _verification_json(model: str, result: Verification, seconds: float) -> dict
         "rules": dict(result.rules),
         "by_experiment": list(result.by_experiment),
         "seconds": seconds,
+        **run_commands.functions_json(result.functions),
         "failed": [
             {"program": str(t.program), "shares": t.shares, "error": _or_refused(t.error), "where": t.where}
             for t in result.trials

@@ -25,8 +25,10 @@ TITLES = {
     BY_SPEED: "DDP, shares by speed",
     LOPSIDED: "Lopsided",
 }
-_BAR = 40  # columns of the longest step
-_ALIKE = 0.03  # ratios as near to one as this say nothing
+# Columns of the longest step.
+_BAR = 40
+# A ratio as near to one as this says nothing.
+_ALIKE = 0.03
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
@@ -81,7 +83,7 @@ def _tell(outcome: Outcome) -> None:
 
 def _tell_setting(outcome: Outcome) -> None:
     size, cluster = outcome.setting.size, outcome.cluster
-    speeds = [kind.speed / 1e9 for kind in cluster.kinds for _ in range(kind.devices)]
+    speeds = [kind.speed / 1e9 for kind in cluster.device_kinds]
     ring = next((link for name, way, link in cluster.collectives if (name, way) == ("all_reduce", "ring")), None)
     talk = f"; an all-reduce takes {seconds_text(ring.latency_s)} + {speed_text(ring.bytes_per_s)}" if ring else ""
     workers = {1: "one", 2: "two", 3: "three"}.get(len(speeds), str(len(speeds)))

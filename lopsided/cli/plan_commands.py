@@ -38,6 +38,7 @@ from lopsided.cluster.cluster_file import load_cluster, preset_names
 from lopsided.codec import FileKind, check_writable, write_text
 from lopsided.errors import ClusterError, InputError, PlanError, RunError, shown
 from lopsided.planner.ablation import ADDITIONS, HAP, additions_named
+from lopsided.planner.allowed import TECHNIQUES, allowed
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import PLAN_FILE, load_plan, save_plan
 from lopsided.planner.planner import plan
@@ -55,7 +56,8 @@ from lopsided.report.plan_tables import (
 from lopsided.report.table import DATA, Column, Row, Table, bytes_text, plural, records, text_lines
 from lopsided.schedule.cost import optimizer_named
 
-_ANSWER_S = 20.0  # for a plan to be made of what was found so far
+# Seconds, after an interrupt, for a plan to be made of what was found so far.
+_ANSWER_S = 20.0
 
 
 def plan_command(
@@ -102,6 +104,13 @@ def plan_command(
             "once.",
         ),
     ] = None,
+    allow: Annotated[
+        str,
+        typer.Option(
+            help="Let the plan use what changes the numbers that are computed, where it must or is quicker so: "
+            f"{', '.join(TECHNIQUES)} (optimizer state in 8 bits). With commas between."
+        ),
+    ] = "",
     output: Annotated[str, typer.Option("-o", "--output", help="Write the plan to this file.")] = "",
     force: Force = False,
     full: Annotated[bool, typer.Option("--full", help="Every step, nothing folded or shortened.")] = False,
@@ -121,6 +130,7 @@ def plan_command(
     kept = [one for one in before if not (isinstance(one, Run) and one.out_of_memory)]
     plans = [one.plan if isinstance(one, Run) else one for one in kept]
     without = sorted(additions_named(name.strip() for name in ablate.split(",") if name.strip()))
+    may = allowed((name.strip() for name in allow.split(",") if name.strip()), "--allow")
     if not time_limit >= 0:
         raise InputError(f"a time limit of {time_limit:g} s", where="--time-limit", do="give seconds, 0 or more")
     # An answer takes a moment once the search is told to stop.
@@ -139,6 +149,7 @@ def plan_command(
             without=without,
             known=plans,
             microbatches=microbatches,
+            allow=may,
             progress=lambda progress: tell(progress_text(progress)),
         )
     unwritten = None

@@ -48,7 +48,8 @@ from lopsided.report.table import plural, records, text_lines
 from lopsided.schedule.cost import optimizer_named
 
 _FULL_S, _QUICK_S = 60.0, 6.0
-_CORRECTIONS = 16  # lines of what a run corrected
+# So many lines are printed of what a run corrected.
+_CORRECTIONS = 16
 
 
 def profile_command(

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -37,10 +38,11 @@ from lopsided.codec import FileKind, check_writable
 from lopsided.comm.uncaught import VERBOSE_VARIABLE
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import CheckpointError, InputError
+from lopsided.executor.compiled import NOTHING_MADE, Made
 from lopsided.models.by_name import load
 from lopsided.planner.plan_file import load_plan
 from lopsided.report.run_tables import comparison_json, comparison_lines
-from lopsided.report.table import Cell, Column, Row, Table, records, seconds_text, text_lines
+from lopsided.report.table import Cell, Column, Row, Table, plural, records, seconds_text, text_lines
 from lopsided.runtime.agreement import ELASTIC_VARIABLE, PLAN_VARIABLE
 from lopsided.runtime.checkpoint.checkpoint import convert
 from lopsided.runtime.launch import launch_words, start, start_own, torchrun_options
@@ -50,14 +52,13 @@ from lopsided.verification.on_processes import (
     Claim,
     ProcessesJob,
     Subject,
-    check_memory,
     jobs_at_large,
     jobs_of_plan,
     on_simulated_devices,
     planned,
     prove,
 )
-from lopsided.verification.verifier import verify
+from lopsided.verification.verifier import check_memory, verify
 
 _PATIENCE_S = 3600.0
 _PASSED_ON = "torchrun"
@@ -157,6 +158,7 @@ def verify_runs(
     devices: int,
     programs: int,
     processes: bool,
+    compiled: bool,
     as_json: bool,
 ) -> NoReturn:
     """Compare a plan, or programs on processes, with one device; ends the command."""
@@ -167,27 +169,45 @@ def verify_runs(
     subject = Subject(model, batch, seed, "")
     if plan_file:
         subject, plan = planned(subject, plan_file, graph)
+        plan = plan.compiled() if compiled else plan
         devices = plan.on.devices
-    check_memory(graph, devices)
+    check_memory(graph, devices, processes=processes)
     # Is it the model that the programs are compared with?
     captured = verify(module, data, programs=0, seed=seed)
     claims = [Claim("the captured graph", captured.capture_error, "", captured.capture_tolerance)]
     if not processes:
         claims.append(on_simulated_devices(subject, plan))
     else:
-        jobs = jobs_of_plan(subject, plan) if plan_file else jobs_at_large(subject, graph, shares, devices, programs)
+        if plan_file:
+            jobs = jobs_of_plan(subject, plan)
+        else:
+            jobs = jobs_at_large(subject, graph, shares, devices, programs, compiled=compiled)
         claims += _on_processes(jobs, devices, quiet=as_json)
     seconds = time.perf_counter() - started
     passed = all(claim.holds for claim in claims)
     table = _claim_table(claims)
+    functions = reduce(Made.and_also, [claim.functions for claim in claims])
     if as_json:
         told = {"model": model, "plan": plan_file or None, "devices": devices, "processes": processes}
-        print_json(told | {"passed": passed, "claims": records(table), "seconds": seconds})
+        print_json(told | {"passed": passed, "claims": records(table), "seconds": seconds} | functions_json(functions))
     else:
         who = f"{devices} {'processes' if processes else 'simulated devices'}"
         say(f"{model}{f' by {plan_file}' if plan_file else ''} on {who}, in {seconds:.1f} s")
         _print_claims(table, passed)
+        say_all(functions_lines(functions))
     raise typer.Exit(0 if passed else 1)
+
+
+def functions_json(functions: Made) -> dict[str, int]:
+    return {"functions_compiled": functions.compiled, "functions_refused": functions.refused}
+
+
+def functions_lines(functions: Made) -> list[str]:
+    """Of what was compiled, if anything."""
+    if functions == NOTHING_MADE:
+        return []
+    refused = f"; {functions.refused} could not be, and ran op by op" if functions.refused else ""
+    return [f"{functions.compiled} {plural('function', functions.compiled)} compiled{refused}"]
 
 
 def _on_processes(jobs: Sequence[ProcessesJob], processes: int, *, quiet: bool) -> list[Claim]:

@@ -159,7 +159,8 @@ Batch = Annotated[int | None, typer.Option(help="Samples in a batch.", min=1)]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose, help="Show tracebacks.")]
 
 
-_SMALL = 200_000_000  # parameters: below a gigabyte, and built in a second or two
+# So many parameters take less than a gigabyte, and are built in a second or two.
+_SMALL = 200_000_000
 
 
 def load_shapes(model: str, batch: int | None) -> tuple[torch.nn.Module, object]:

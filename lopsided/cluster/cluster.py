@@ -168,6 +168,16 @@ class Cluster:
         return tuple((stop - kind.devices, stop) for kind, stop in zip(self.kinds, stops, strict=True))
 
     @cached_property
+    def kind_numbers(self) -> tuple[int, ...]:
+        """The number of each device's kind."""
+        return tuple(k for k, kind in enumerate(self.kinds) for _ in range(kind.devices))
+
+    @property
+    def device_kinds(self) -> tuple[Kind, ...]:
+        """The kind of each device."""
+        return tuple(self.kinds[k] for k in self.kind_numbers)
+
+    @cached_property
     def _by_node(self) -> dict[str, tuple[Kind, ...]]:
         groups: dict[str, list[Kind]] = {}
         for kind in self.kinds:
@@ -251,8 +261,8 @@ class Cluster:
         if name not in self.device_names:
             raise _no_such("device", name, self)
         index = self.device_names.index(name)
-        gone, (start, _) = next((k, span) for k, span in enumerate(self.spans) if span[0] <= index < span[1])
-        node, number = self.kinds[gone].node, (index - start) // self.kinds[gone].count
+        gone = self.kind_numbers[index]
+        node, number = self.kinds[gone].node, (index - self.spans[gone][0]) // self.kinds[gone].count
         odd, rest = _parted(node, self.kinds[gone].nodes, number)
         kinds = []
         for k, kind in enumerate(self.kinds):
@@ -421,7 +431,7 @@ def parts(cluster: Cluster, dtype: str, *, by_memory: bool = True) -> Iterator[C
 
 
 def _subsets(order: Sequence[int], roomiest: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Of few kinds all subsets; of many the fastest, and those with most memory. Large ones first."""
+    """All subsets of few kinds; of many the fastest, and those with most memory. Large ones first."""
     if len(order) <= FEW_KINDS:
         for size in range(len(order) - 1, 0, -1):
             yield from itertools.combinations(order, size)

@@ -77,7 +77,7 @@ class Measured:
                 raise ClusterError("a fraction was measured twice", where=where, do="keep one time per fraction")
 
     def table(self) -> dict[str, object]:
-        """As a table of TOML."""
+        """This as a table of TOML."""
         passes = {"forward": self.forward, "backward": self.backward}
         given = {name: [[float(number) for number in point] for point in points] for name, points in passes.items()}
         return {"call": self.call, **{name: points for name, points in given.items() if points}}
@@ -193,7 +193,7 @@ class Kind:
         )
 
     def table(self) -> dict[str, object]:
-        """As a table of TOML."""
+        """This as a table of TOML."""
         table: dict[str, object] = {
             "name": self.name,
             "node": self.node,
@@ -270,6 +270,6 @@ class Link:
         check_coefficients(LINK, self, "a link")
 
     def table(self) -> dict[str, object]:
-        """As a table of TOML."""
+        """This as a table of TOML."""
         skew = {} if self.skew is None else {"skew": float(self.skew)}
         return {"latency_s": float(self.latency_s), "bytes_per_s": float(self.bytes_per_s), **skew}

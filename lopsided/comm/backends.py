@@ -285,7 +285,7 @@ class Crossing:
         self.arrived: Future[torch.cuda.Event] = Future()
 
     def wait(self) -> None:
-        """Until gloo is done; the copy back is left to the current stream to wait for."""
+        """Wait until gloo is done; the copy back is left to the current stream to wait for."""
         event = self.arrived.result()
         torch.cuda.current_stream(self.target.device).wait_event(event)
 

@@ -65,12 +65,12 @@ class CollectiveCall(NamedTuple):
     what: What
     given: Tensor
     result: Tensor  # is what was given, where it is changed in place
-    algorithm: str = ""  # "": the cheapest
+    algorithm: str = ""  # "": the cheapest is chosen
     counts: Sequence[int] = ()  # of every rank's piece; of an all_to_all, of what goes to each
     taken: Sequence[int] = ()  # by an all_to_all, from each
     whole_bytes: int = 0
     largest: float = 1.0
-    source: int = 0  # of a broadcast
+    source: int = 0  # the rank that a broadcast comes from
 
 
 # What both backends take as it is. Other dtypes are moved as bytes.
@@ -135,7 +135,7 @@ class Communicator:
     """Talks among the devices of a plan; a rank of the group is a device's number. All tensors are flat and contiguous.
 
     With one device nothing is sent, and nothing copied: the result is the tensor that was given. `waited_s` is how long
-    this process stood in `Handle.wait`. `sent_bytes` is what it sent, as the table in `collectives` counts.
+    this process stood in `Handle.wait`.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class Communicator:
     ) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.device, self.network, self.watch = device, network, watch
-        self.waited_s, self.sent_bytes = 0.0, 0
-        self.recorder: Recorder | None = None  # of this step
+        self.waited_s = 0.0
+        self.recorder: Recorder | None = None  # notes of this step, if it is recorded
         timeout, backend = timedelta(seconds=timeout_s), _backend(group, device)
         self._staging: HostStaging | None = None
         self._backend: Backend
@@ -260,7 +260,6 @@ class Communicator:
         adds = call.collective == "all_reduce"
         algorithm = self._choose(call, flat.nbytes) if adds else "ring"
         about = ("all_reduce", algorithm, flat.nbytes, 1.0)
-        self.sent_bytes += 2 * flat.nbytes * (self.size - 1) // self.size
         held, summed = flat.detach(), _summable(flat, call.what)
 
         def run(backend: Backend, _: Tensor, target: Tensor) -> Flight:
@@ -270,10 +269,9 @@ class Communicator:
         return self._begin(call.what, flat, run, summed, summed, about, then)
 
     def _start_gather(self, call: CollectiveCall) -> Handle:
-        piece, whole, counts = call.given, call.result, call.counts
+        piece, whole = call.given, call.result
         algorithm = self._choose(call, call.whole_bytes)
-        self._count(algorithm, counts, counts[self.rank] * (self.size - 1), piece.itemsize)
-        sizes = _sizes(counts, piece)
+        sizes = _sizes(call.counts, piece)
         about = (call.collective, algorithm, call.whole_bytes, call.largest)
 
         def run(backend: Backend, source: Tensor, target: Tensor) -> Flight:
@@ -282,13 +280,12 @@ class Communicator:
         return self._begin(call.what, whole, run, _movable(piece), _movable(whole), about)
 
     def _start_scatter(self, call: CollectiveCall) -> Handle:
-        whole, piece, counts = call.given, call.result, call.counts
+        whole, piece = call.given, call.result
         algorithm = self._choose(call, call.whole_bytes)
-        self._count(algorithm, counts, whole.numel() - counts[self.rank], whole.itemsize)
         about = (call.collective, algorithm, call.whole_bytes, call.largest)
 
         source = _summable(whole, call.what)
-        sizes = [count * (source.numel() // whole.numel()) for count in counts]
+        sizes = [count * (source.numel() // whole.numel()) for count in call.counts]
 
         def run(backend: Backend, source: Tensor, target: Tensor) -> Flight:
             return backend.reduce_scatter(source, target, sizes, algorithm)
@@ -300,7 +297,6 @@ class Communicator:
 
     def _start_exchange(self, call: CollectiveCall) -> Handle:
         send, taken = call.given, call.result
-        self.sent_bytes += (send.numel() - call.counts[self.rank]) * send.itemsize
         given, came = _sizes(call.counts, send), _sizes(call.taken, send)
         about = (call.collective, call.algorithm, call.whole_bytes, call.largest)
 
@@ -311,7 +307,6 @@ class Communicator:
 
     def _start_broadcast(self, call: CollectiveCall) -> Handle:
         flat = call.given
-        self.sent_bytes += flat.nbytes * (self.size - 1) // self.size
         moved, about = _movable(flat), (call.collective, "direct", flat.nbytes, 1.0)
 
         def run(backend: Backend, _: Tensor, target: Tensor) -> Flight:
@@ -385,11 +380,6 @@ class Communicator:
                 f"{collective} cannot be carried out as {algorithm!r}", do=f"choose from {', '.join(known)}"
             )
         return algorithm
-
-    def _count(self, algorithm: str, counts: Sequence[int], direct: int, itemsize: int) -> None:
-        """What a device sends in a gather or scatter: what is `direct`ly for the others, or else all but its n-th."""
-        carried = max(counts) * self.size if algorithm == "padded" else sum(counts)
-        self.sent_bytes += itemsize * (direct if algorithm == "all_to_all" else carried * (self.size - 1) // self.size)
 
     def _total(self, counts: Sequence[int], what: What) -> int:
         if len(counts) != self.size:

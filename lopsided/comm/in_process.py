@@ -112,7 +112,7 @@ class _AbandonedError(Exception):
 
 
 class _Turns:
-    """Who runs. A rank's lock is free for it to take when it is its turn."""
+    """Decides which rank runs. A rank's lock is free for it to take when it is its turn."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -257,7 +257,7 @@ class InProcessCommunicator(Communicator):
 
     def __init__(self, turns: _Turns, rank: int, device: torch.device) -> None:
         self.rank, self.size, self.device, self.network = rank, turns.size, device, _network(turns.size)
-        self.waited_s, self.sent_bytes = 0.0, 0
+        self.waited_s = 0.0
         self.recorder = self.watch = None
         self._turns, self._number = turns, 0
 

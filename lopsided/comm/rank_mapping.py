@@ -21,6 +21,7 @@ from scipy.optimize import linear_sum_assignment
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.devices import Kind
+from lopsided.comm.backend_choice import NO_NCCL, Nccl
 from lopsided.errors import WorldError
 
 ENOUGH_MEMORY = 0.9
@@ -46,6 +47,7 @@ class RankInfo:
     hardware: str  # "NVIDIA GeForce RTX 3060", "cpu"
     memory_bytes: int
     chip: str = ""  # what tells one GPU from another
+    nccl: Nccl = NO_NCCL
 
     @property
     def is_gpu(self) -> bool:
@@ -87,7 +89,7 @@ def find_seats(told: Sequence[RankInfo], cluster: Cluster, on: Cluster) -> RankM
     else:
         raise _wrong_number(told, cluster, on)
     where = cluster if len(told) == cluster.devices else on
-    kinds = _kinds(where)
+    kinds = where.device_kinds
     for one in told:
         device = seated[one.rank]
         if device in part and not _can_be(one, kinds[device]):
@@ -97,7 +99,7 @@ def find_seats(told: Sequence[RankInfo], cluster: Cluster, on: Cluster) -> RankM
 
 
 def devices_in(part: Cluster, whole: Cluster) -> tuple[int, ...]:
-    """Of each device of a part of a cluster: its number in the whole.
+    """The number in the whole cluster of each device of a part of it.
 
     Names may be counted anew in a part, so a name alone does not tell. What tells is the name and what the device can
     do; failing that, the node and what it can do; failing that, what it can do.
@@ -125,14 +127,9 @@ def devices_in(part: Cluster, whole: Cluster) -> tuple[int, ...]:
 
 
 def _descriptions(cluster: Cluster) -> list[tuple[int, str, str]]:
-    """Of each device: the number of its kind, its node, its name."""
-    numbers = (number for number, kind in enumerate(cluster.kinds) for _ in range(kind.devices))
-    return [(number, name.split("/")[0], name) for number, name in zip(numbers, cluster.device_names, strict=True)]
-
-
-def _kinds(cluster: Cluster) -> list[Kind]:
-    """Of each device."""
-    return [kind for kind in cluster.kinds for _ in range(kind.devices)]
+    """The number of its kind, the node and the name of each device."""
+    numbered = zip(cluster.kind_numbers, cluster.device_names, strict=True)
+    return [(number, name.split("/")[0], name) for number, name in numbered]
 
 
 def cluster_of_those_there(told: Sequence[RankInfo], cluster: Cluster) -> Cluster | None:
@@ -141,10 +138,10 @@ def cluster_of_those_there(told: Sequence[RankInfo], cluster: Cluster) -> Cluste
     if not told or len(told) > cluster.devices:
         return None
     nodes, hosts = list(_nodes_of(cluster).values()), list(_grouped(told, lambda one: one.host).values())
-    kinds = _kinds(cluster)
+    kinds = cluster.device_kinds
 
     def seats(processes: Sequence[RankInfo], devices: Sequence[int]) -> tuple[list[int], float]:
-        return _fewer_assigned(_costs(processes, [kinds[k] for k in devices]))
+        return _assign(_costs(processes, [kinds[k] for k in devices]))
 
     def cost(processes: Sequence[RankInfo], devices: Sequence[int]) -> float:
         return seats(processes, devices)[1] if len(processes) <= len(devices) else _CANNOT * (len(told) + 1)
@@ -152,7 +149,7 @@ def cluster_of_those_there(told: Sequence[RankInfo], cluster: Cluster) -> Cluste
     if len(hosts) > len(nodes) or any(len(each) > max(map(len, nodes)) for each in hosts):
         # Several nodes tried out on one machine.
         hosts, nodes = [list(told)], [list(range(cluster.devices))]
-    chosen, _ = _fewer_assigned([[cost(processes, devices) for devices in nodes] for processes in hosts])
+    chosen, _ = _assign([[cost(processes, devices) for devices in nodes] for processes in hosts])
     taken: dict[int, RankInfo] = {}
     for processes, node in zip(hosts, chosen, strict=True):
         if len(processes) > len(nodes[node]):
@@ -168,15 +165,6 @@ def cluster_of_those_there(told: Sequence[RankInfo], cluster: Cluster) -> Cluste
     return left
 
 
-def _fewer_assigned(costs: Sequence[Sequence[float]]) -> tuple[list[int], float]:
-    """The column of each row, of which there may be fewer; the first of columns that cost the same."""
-    matrix = numpy.array(costs, dtype=float)
-    count = max(matrix.shape)
-    order = numpy.subtract.outer(numpy.arange(matrix.shape[0]), numpy.arange(matrix.shape[1])) ** 2.0
-    rows, columns = linear_sum_assignment(matrix + order / (count + 1) ** 3)
-    return columns.tolist(), float(matrix[rows, columns].sum())
-
-
 # The cheapest assignment
 
 
@@ -184,7 +172,7 @@ def _seat(told: Sequence[RankInfo], cluster: Cluster) -> dict[int, int]:
     """The device of each rank."""
     hosts = _grouped(told, lambda one: one.host)
     nodes = _nodes_of(cluster)
-    kinds = _kinds(cluster)
+    kinds = cluster.device_kinds
     if len(hosts) != len(nodes) or len(hosts) == 1:
         # Several nodes tried out on one machine, or one node spread over several: only the devices can be compared.
         hosts, nodes = {"": list(told)}, {"": list(range(cluster.devices))}
@@ -222,12 +210,12 @@ def _grouped(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
 
 
 def _assign(costs: Sequence[Sequence[float]]) -> tuple[list[int], float]:
-    """The column of each row, and what that costs. Of assignments that cost the same, the one nearest to the order."""
+    """The column of each row, of which there may be fewer, and what that costs. Of assignments that cost the same, the
+    one nearest to the order."""
     matrix = numpy.array(costs, dtype=float)
-    count = len(matrix)
-    steps = numpy.arange(count)
     # Squares of distances are least in order; all of them together weigh less than any difference in cost.
-    rows, columns = linear_sum_assignment(matrix + numpy.subtract.outer(steps, steps) ** 2.0 / (count + 1) ** 3)
+    away = numpy.subtract.outer(*map(numpy.arange, matrix.shape)) ** 2.0 / (max(matrix.shape) + 1) ** 3
+    rows, columns = linear_sum_assignment(matrix + away)
     return columns.tolist(), float(matrix[rows, columns].sum())
 
 

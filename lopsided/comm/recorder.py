@@ -29,7 +29,8 @@ from lopsided.calibration.run_record import COMPUTE, NETWORK, Span, StepRun
 from lopsided.comm.backends import PendingWork
 
 HANDSHAKE = "handshake"
-DIGITS = 7  # of seconds in a file
+# Of seconds in a file: tenths of a microsecond.
+DIGITS = 7
 _IDLE = ""
 
 Stamp = float | torch.cuda.Event
@@ -48,7 +49,7 @@ class Sent:
     start_s: float
     end_s: float = 0.0
     waited_s: float = 0.0
-    item: str = ""  # id in the schedule
+    item: str = ""  # its item's id in the schedule
 
     def begins(self) -> None:
         """What is sent is computed only now."""

@@ -85,6 +85,7 @@ class Redistributor:
         self.rank, self.size = communicator.rank, communicator.size
         self._layouts: dict[tuple[Placement, Shape], Layout] = {}
         self._ways: dict[tuple[str, int, float], str] = {}
+        self._reshards: dict[tuple[Layout, Layout, torch.device], _Reshard] = {}
 
     def layout(self, placement: Placement, shape: Sequence[int]) -> Layout:
         key = (placement, tuple(shape))
@@ -195,7 +196,7 @@ class Redistributor:
         largest = skewed / whole_bytes if whole_bytes else 1.0
         if self.algorithm("all_to_all", whole_bytes, largest) == "gather":
             return _GatheredAndCut(self.start_gather(parts, sources, what, algorithm="padded"), targets, self.rank)
-        reshards = [_Reshard(source, to, self.rank) for source, to in both]
+        reshards = [self._between(source, to, part.device) for (source, to), part in zip(both, parts, strict=True)]
         given = [reshard.given(part) for reshard, part in zip(reshards, parts, strict=True)]
         take = [[math.prod(reshard.shapes[d]) for reshard in reshards] for d in range(self.size)]
         runs = [of_tensor[d] for d in range(self.size) for of_tensor in given]
@@ -204,6 +205,12 @@ class Redistributor:
         counts = [sum(of_device) for of_device in take]
         handle = self.communicator.all_to_all(flat, give, counts, what=what, whole_bytes=whole_bytes, largest=largest)
         return Resharding(handle, take, reshards)
+
+    def _between(self, source: Layout, to: Layout, device: torch.device) -> _Reshard:
+        key = (source, to, device)
+        if key not in self._reshards:
+            self._reshards[key] = _Reshard(source, to, self.rank, device)
+        return self._reshards[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +232,13 @@ class Gathering:
 
 
 class _Reshard:
-    """One tensor, from one cut of it to another: what a device gives to each other one, and what it makes of theirs."""
+    """One tensor, from one cut of it to another: what a device gives to each other one, and what it makes of theirs.
 
-    def __init__(self, source: Layout, to: Layout, rank: int) -> None:
-        self.source, self.to, self.rank = source, to, rank
+    Which elements that are lies on the device, once for all steps: a GPU's host waits for what it copies there.
+    """
+
+    def __init__(self, source: Layout, to: Layout, rank: int, device: torch.device) -> None:
+        self.source, self.to, self.rank, self.device = source, to, rank, device
         self.recuts = source.placement.dim == to.placement.dim
 
     def given(self, part: Tensor) -> list[Tensor]:
@@ -236,14 +246,11 @@ class _Reshard:
         devices = range(len(self.to.pieces))
         if not self.recuts:
             return [take_piece(part, self.to.placement, self.to.pieces, d).reshape(-1) for d in devices]
-        dim = self.source.placement.dim
-        place = {index: k for k, index in enumerate(self.source.indices(self.rank))}
-        rows = [[place[index] for index in self.to.indices(d) if index in place] for d in devices]
-        return [part.index_select(dim, _places(of, part)).reshape(-1) for of in rows]
+        return [part.index_select(self.source.placement.dim, places).reshape(-1) for places in self._from]
 
     @cached_property
     def shapes(self) -> list[Shape]:
-        """Of what comes from each device."""
+        """The shapes of what comes from each device."""
         found = []
         for d, shape in enumerate(self.source.local_shapes):
             local = list(self.to.local_shapes[self.rank] if self.recuts else shape)
@@ -251,6 +258,17 @@ class _Reshard:
             local[dim] = len(self._into[d]) if self.recuts else self.to.local_shapes[self.rank][dim]
             found.append(tuple(local))
         return found
+
+    @cached_property
+    def _from(self) -> list[Tensor]:
+        """For each device, where along the dim what goes there is."""
+        place = {index: k for k, index in enumerate(self.source.indices(self.rank))}
+        devices = range(len(self.to.pieces))
+        return [_places([place[i] for i in self.to.indices(d) if i in place], self.device) for d in devices]
+
+    @cached_property
+    def _places_into(self) -> list[Tensor]:
+        return [_places(places, self.device) for places in self._into]
 
     @cached_property
     def _into(self) -> list[list[int]]:
@@ -264,13 +282,14 @@ class _Reshard:
         if not self.recuts:
             return join_pieces(parts, self.source.placement)
         made = parts[0].new_empty(self.to.local_shapes[self.rank])
-        for part, places in zip(parts, self._into, strict=True):
-            made.index_copy_(self.to.placement.dim, _places(places, part), part)
+        for part, places in zip(parts, self._places_into, strict=True):
+            made.index_copy_(self.to.placement.dim, places, part)
         return made
 
 
-def _places(of: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(of, dtype=torch.long, device=like.device)
+def _places(of: Sequence[int], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(of, dtype=torch.long, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from lopsided.errors import LopsidedError
 VERBOSE_VARIABLE = "LOPSIDED_VERBOSE"
 """The environment variable that shows tracebacks, set by `-v`."""
 
-_ASK_S = 3.0  # that the store may take to say who came first
+# Seconds that the store may take to say who came first.
+_ASK_S = 3.0
 _TOLD = "lopsided/told"
 _NOT_THE_SCRIPTS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
 
@@ -32,7 +33,7 @@ _hooked = False
 
 
 def tell_once() -> None:
-    """From here on. Called again, it does nothing."""
+    """Tell errors once from here on. Called again, it does nothing."""
     global _hooked
     if _hooked:
         return

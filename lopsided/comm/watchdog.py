@@ -366,11 +366,20 @@ class Watchdog:
     # Handshakes
 
     def start_handshake(
-        self, step: int, program: str, inputs: str, reads: str = "", *, training: bool, sync: bool
+        self,
+        step: int,
+        program: str,
+        inputs: str,
+        reads: str = "",
+        optimizers: str = "",
+        *,
+        training: bool,
+        sync: bool,
     ) -> None:
         """Tell the others what this rank is about to do, and return at once. All that take part call it, step by step.
 
-        `program`, `inputs` and `reads` are texts that must be equal on all ranks, and are shown when they are not.
+        `program`, `inputs`, `reads` and `optimizers` are texts that must be equal on all ranks, and are shown when they
+        are not.
         """
         facts = {
             "call": FORWARD,
@@ -378,17 +387,19 @@ class Watchdog:
             "program": program[:100],
             "inputs": inputs[:1000],
             "what forward reads": reads[:200],
+            "optimizers": optimizers[:400],
             "mode": "training" if training else "evaluation",
             "gradients": "synchronised" if sync else "kept (no_sync)",
         }
-        self._tell([step, _number(program + reads), _number(inputs), training, sync], facts)
+        numbers = [_number(program + reads), _number(inputs), _number(optimizers)]
+        self._tell([step, *numbers, training, sync], facts)
 
     def call(self, what: str, *, bystanders: bool = True) -> None:
         """A call that every rank must make begins: refuse it if others make another one, or none within the timeout.
 
         Ranks without a device make it too, unless `bystanders` says that they do not.
         """
-        self._tell([self._step, 0, 0, 0, 0], {"call": what, "step": str(self._step)})
+        self._tell([self._step, 0, 0, 0, 0, 0], {"call": what, "step": str(self._step)})
         self.finish_handshake()
         if bystanders and self.world.size > len(self.world.ranks):
             self._meet_bystanders(what)
@@ -459,16 +470,18 @@ class Watchdog:
 
     def _difference(self, told: Mapping[int, dict[str, str]]) -> WorldError:
         odd = odd_ones(told) or "some do another step"
-        # With the same shapes, what differs is what is in them.
-        alike = not odd_ones({k: one | {"inputs": _CONTENT.sub("", one["inputs"])} for k, one in told.items()})
-        return WorldError(
-            f"ranks do not do the same: {odd}",
-            where=f"rank {self.world.rank}, step {self._step}",
-            do="the batches have the same shapes and differ: give each rank its rows (lopsided.shard(loader, pm)), or "
-            "all the same whole batch (the same seed before the loader is made and wherever inputs are drawn)"
-            if alike
-            else "run the same steps on every rank, with batches of the same shapes",
-        )
+        do = "run the same steps on every rank, with batches of the same shapes"
+        if odd_ones({k: {"optimizers": one.get("optimizers", "")} for k, one in told.items()}):
+            do = "take the same steps with the same learning rate on every rank: what decides (a metric, some rows' "
+            do += "loss) must be alike, so make it of lopsided.gather(output)"
+        elif not odd_ones({k: one | {"inputs": _CONTENT.sub("", one["inputs"])} for k, one in told.items()}):
+            # With the same shapes, what differs is what is in them.
+            do = (
+                "the batches have the same shapes and differ: give each rank its rows (lopsided.shard(loader, pm)), or "
+            )
+            do += "all the same whole batch (the same seed before the loader is made and wherever inputs are drawn)"
+        where = f"rank {self.world.rank}, step {self._step}"
+        return WorldError(f"ranks do not do the same: {odd}", where=where, do=do)
 
     def _refuse_calls(self, calls: Mapping[int, str]) -> NoReturn:
         """Ranks make different calls, of which some cannot look up from theirs: they are told why it will not end."""

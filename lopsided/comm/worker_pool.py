@@ -102,7 +102,7 @@ class WorkerPool:
         return [result for _, result in outcomes]
 
     def outcomes(self, job: Callable[..., Any], *args: Any) -> list[tuple[bool, Any]]:
-        """Of each worker whether it finished, and what it returned or the text of its traceback."""
+        """Whether each worker finished, and what it returned or the text of its traceback."""
         for pipe in self._pipes:
             pipe.send((job, args))
         found: dict[int, tuple[bool, Any]] = {}
@@ -130,7 +130,7 @@ class WorkerPool:
         self._workers[rank].kill()
 
     def _end(self) -> None:
-        """All at once: who outlives the others complains about them."""
+        """End all workers at once: one that lived on would write that it had lost its peers."""
         for worker in self._workers:
             worker.kill()
         self.close()

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from lopsided.comm.backend_choice import BackendChoice, choose_backend, nccl_here
 from lopsided.comm.rank_mapping import RankInfo, find_seats
 from lopsided.comm.uncaught import tell_once
 from lopsided.errors import LopsidedError, WorldError
@@ -58,19 +59,23 @@ class World:
 
     @property
     def backend(self) -> str:
-        """NCCL, where every process that takes part has a GPU of its own; gloo otherwise."""
-        return _backend_of([one for one in self.told if one.rank in self.ranks])
+        """What those that take part talk over."""
+        return self.backend_choice.name
+
+    @property
+    def backend_choice(self) -> BackendChoice:
+        return backend_among([one for one in self.told if one.rank in self.ranks])
 
     @property
     def backend_of_all(self) -> str:
         """The same, of all processes there are."""
-        return _backend_of(self.told)
+        return backend_among(self.told).name
 
 
-def _backend_of(told: Sequence[RankInfo]) -> str:
+def backend_among(told: Sequence[RankInfo]) -> BackendChoice:
     # A chip's number is its own, whatever its host is called: two agents of torchrun may share one.
-    chips = {one.chip or f"{one.host} {one.device}" for one in told if one.is_gpu}
-    return "nccl" if told and len(chips) == len(told) and dist.is_nccl_available() else "gloo"
+    chips = [(one.chip or f"{one.host} {one.device}") if one.is_gpu else "" for one in told]
+    return choose_backend(chips, [one.nccl for one in told])
 
 
 # Joining
@@ -175,7 +180,7 @@ def patience_s() -> float:
 
 
 class Watches(Protocol):
-    """Who knows what the other ranks do (`lopsided.comm.watchdog`)."""
+    """Knows what the other ranks do (`lopsided.comm.watchdog`)."""
 
     def entering(self, what: str) -> None: ...
     def left(self) -> None: ...
@@ -257,7 +262,8 @@ def tell(device: torch.device) -> tuple[RankInfo, ...]:
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         hardware, memory, chip = torch.cuda.get_device_name(device), facts.total_memory, str(getattr(facts, "uuid", ""))
-    mine = RankInfo(dist.get_rank(), socket.gethostname(), _local_rank(), str(device), hardware, memory, chip)
+    who = (dist.get_rank(), socket.gethostname(), _local_rank(), str(device))
+    mine = RankInfo(*who, hardware, memory, chip, nccl_here())
     heard: list[tuple[str, RankInfo]] = [("", mine)] * dist.get_world_size()
     with waiting("what every rank tells of itself"):
         dist.all_gather_object(heard, (os.environ.get("GROUP_RANK", ""), mine), group=group_to_talk())
@@ -346,7 +352,7 @@ def lasting_group(use: str, ranks: Sequence[int], backend: str, timeout_s: float
     return _lasting[1][key]
 
 
-_lasting: tuple[object, dict[object, dist.ProcessGroup]] | None = None  # of which default group
+_lasting: tuple[object, dict[object, dist.ProcessGroup]] | None = None  # the default group, and groups beside it
 
 
 def default_store() -> Store:

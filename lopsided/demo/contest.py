@@ -27,9 +27,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lopsided.capturing.capture_graph import capture
 from lopsided.cluster.cluster import Cluster
+from lopsided.comm.backend_choice import choose_backend, nccl_here
 from lopsided.ir.placement import start_of
 from lopsided.models.by_name import load
 from lopsided.profiling.measure import measure
+from lopsided.profiling.noise import wait_for
 from lopsided.runtime.calls.batches import shard
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.parallelizing import parallelize
@@ -79,12 +81,12 @@ class Part:
     """What a worker has to do with the plan."""
 
     takes_part: bool
-    share: float  # of the work
+    share: float  # its part of the work
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Of each contestant: what this worker spent, and the losses of the steps (the global ones)."""
+    """What this worker spent on each contestant, and the losses of the steps (the global ones)."""
 
     spent: dict[str, Spent]
     losses: dict[str, list[float]]
@@ -179,11 +181,6 @@ def _update(optimizer: torch.optim.Optimizer) -> float:
     return time.perf_counter() - started
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # Jobs of the parent
 
 _here: dict[str, Contestant] = {}  # the contestants in this worker, between jobs
@@ -224,7 +221,7 @@ def run_round(order: Sequence[str], devices: tuple[str, ...], steps: int) -> Rou
                 told.append(loss)
                 optimizer_s += updating_s
                 waited_s += standing_s
-            _finish(device)
+            wait_for(device)
         spent[name] = Spent(time.perf_counter() - started, optimizer_s, waited_s)
         dist.barrier()
         # Added up when nobody's clock is running.
@@ -249,10 +246,15 @@ def _own(devices: tuple[str, ...]) -> torch.device:
 _groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
 
+def backend_on(devices: Sequence[str]) -> str:
+    """What workers on these devices of this machine, which all have what this process has, talk over."""
+    chips = [device if device.startswith("cuda") else "" for device in devices]
+    return choose_backend(chips, [nccl_here()] * len(chips)).name
+
+
 def _group(devices: tuple[str, ...]) -> dist.ProcessGroup | None:
-    """NCCL where every worker has a GPU of its own; else the group there is, which is gloo."""
-    apart = len(set(devices)) == len(devices) and all(device.startswith("cuda") for device in devices)
-    if not apart or not dist.is_nccl_available():
+    """A group of NCCL's, where that is what they talk over; else the group there is, which is gloo."""
+    if backend_on(devices) != "nccl":
         return None
     if devices not in _groups:
         _groups[devices] = dist.new_group(backend="nccl")

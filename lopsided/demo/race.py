@@ -30,6 +30,7 @@ from lopsided.demo.contest import (
     Round,
     Size,
     Spent,
+    backend_on,
     build,
     enter,
     leave,
@@ -179,7 +180,7 @@ def _race(pool: WorkerPool, pace: Pace, devices: tuple[str, ...], say: Say) -> l
 
 def _speeds(found: Plan) -> list[float]:
     dtype = speed_dtype(found.graph)
-    return [kind.flops(dtype) for kind in found.cluster.kinds for _ in range(kind.devices)]
+    return [kind.flops(dtype) for kind in found.cluster.device_kinds]
 
 
 def _rows(batch: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -290,8 +291,10 @@ def on_cores(allowed: list[int], siblings: Collection[int]) -> Setting:
 
 def _on_gpus(names: list[str]) -> Setting:
     if len(names) == 1:
-        about = f"one GPU ({names[0]}), which three workers share over gloo: they are about equally fast"
-        return Setting(("cuda:0",) * _WORKERS, None, about, _ON_GPUS)
+        devices = ("cuda:0",) * _WORKERS
+        over = backend_on(devices)
+        about = f"one GPU ({names[0]}), which three workers share over {over}: they are about equally fast"
+        return Setting(devices, None, about, _ON_GPUS)
     kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
     return Setting(tuple(f"cuda:{k}" for k in range(len(names))), None, f"one worker a GPU: {kinds}", _ON_GPUS)
 

@@ -86,7 +86,7 @@ class RunChunked(Instruction):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of logits, in which they are multiplied."""
+        """The dtype in which logits are multiplied."""
         return self.nodes[0].node.results[0].torch_dtype
 
     def run(self, slots: Slots, this: Pass) -> None:
@@ -279,7 +279,7 @@ class _Sums:
 
 
 def _times(sums: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the dtype asked for, without a wide copy on the way."""
+    """The product in the dtype asked for, without a wide copy on the way."""
     return torch.mul(sums, gradient, out=torch.empty_like(sums, dtype=dtype))
 
 

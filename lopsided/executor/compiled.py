@@ -9,7 +9,8 @@ by their names: layers that repeat are compiled once. Inductor's own passes that
 do here: nothing in a stretch sends.
 
 What cannot be compiled runs node by node: a node that draws random numbers in a way of its own or has nothing but empty
-pieces ends a function, and where tracing or compiling fails the log says which nodes and why.
+pieces ends a function, and where tracing or compiling fails the log says which nodes and why. So does a node whose
+random numbers all ranks share: compiled it draws other numbers, and another rank may run it by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lopsided.comm.world import working
 from lopsided.executor.instructions import Instruction, Pass, RunNode, Slots, as_planned, run_all, surrounded
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import Context, Value, signature
@@ -47,6 +51,7 @@ class StretchSurroundings:
     random: object
     context: Context
     parameters: frozenset[int]
+    alone: bool  # no other rank draws the same random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class _Traced:
 
 def compiled_parts(nodes: Sequence[RunNode], around: StretchSurroundings, needed: set[int]) -> Iterator[Instruction]:
     """The nodes of a stretch in as few functions as can be. `needed` are slots that are read after it."""
-    runs = list(_runs(nodes))
+    runs = list(_runs(nodes, alone=around.alone))
     later: list[set[int]] = []
     reads = set(needed)
     for run in reversed(runs):
@@ -73,12 +78,12 @@ def compiled_parts(nodes: Sequence[RunNode], around: StretchSurroundings, needed
             yield _as_one(run, around, after)
 
 
-def _runs(nodes: Sequence[RunNode]) -> Iterator[RunNode | list[_Traced]]:
+def _runs(nodes: Sequence[RunNode], *, alone: bool) -> Iterator[RunNode | list[_Traced]]:
     """Nodes that may be one function: those that can be compiled and draw from the same random numbers, if any."""
     run: list[_Traced] = []
     stream: Stream = ""
     for node in nodes:
-        traced = _traced(node)
+        traced = _traced(node, alone=alone)
         drawn: Stream = "" if traced is None else traced.kernel.stream
         if run and (traced is None or (drawn and stream and drawn != stream)):
             yield run
@@ -96,9 +101,11 @@ def _nodes(run: RunNode | Sequence[_Traced]) -> Sequence[RunNode]:
     return (run,) if isinstance(run, RunNode) else [one.node for one in run]
 
 
-def _traced(node: RunNode) -> _Traced | None:
+def _traced(node: RunNode, *, alone: bool) -> _Traced | None:
     kernel = node.kernel
     if kernel is None or kernel.bare is None or all(0 in shape for shape in kernel.shapes):
+        return None
+    if kernel.stream == "shared" and not alone:
         return None
     return _Traced(node, kernel, kernel.bare)
 
@@ -113,7 +120,7 @@ def _as_one(run: Sequence[_Traced], around: StretchSurroundings, after: set[int]
         for slot in (*node.operands, *node.results):
             numbers.setdefault(slot, len(numbers))
         what = (signature(node.node, around.values), node.context, kernel.rule, kernel.pieces, kernel.rank)
-        described.append((what, [numbers[slot] for slot in (*node.operands, *node.results)]))
+        described.append((what, node.has_gradient, [numbers[slot] for slot in (*node.operands, *node.results)]))
     made = {s: has for one in run for s, has in zip(one.node.results, one.node.has_gradient, strict=True)}
     gives = tuple(slot for slot in made if slot in after)
     return RunCompiled(
@@ -168,7 +175,8 @@ class RunCompiled(Instruction):
         if self.stream and isinstance(self.random, RankRandomness):
             self.random.draw_from(own=self.stream == "own")
         kept = this.regathered if self.saves_copies else None
-        with surrounded(None, kept):
+        # What autocast casts is in the function already, and what it leaves alone must stay so.
+        with torch._C._DisableAutocast(), surrounded(None, kept):
             made = function(*operands)
         differentiable = torch.is_grad_enabled()
         for slot, has_gradient, result in zip(self.gives, self.has_gradient, made, strict=True):
@@ -188,7 +196,30 @@ class RunCompiled(Instruction):
 # Compiling
 
 _FUNCTIONS: dict[object, Function | None] = {}
-_COMPILING = threading.Lock()  # ranks may be threads of one process, and a compiler's settings belong to the process
+# Ranks may be threads of one process, and a compiler's settings belong to the process.
+_COMPILING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """How many functions were compiled in this process, and how many could not be and run op by op."""
+
+    compiled: int = 0
+    refused: int = 0
+
+    def and_also(self, others: Made) -> Made:
+        return Made(self.compiled + others.compiled, self.refused + others.refused)
+
+    def since(self, before: Made) -> Made:
+        return Made(self.compiled - before.compiled, self.refused - before.refused)
+
+
+NOTHING_MADE = Made()
+
+
+def made_so_far() -> Made:
+    refused = sum(function is None for function in _FUNCTIONS.values())
+    return Made(len(_FUNCTIONS) - refused, refused)
 
 
 def function_of(nodes: RunCompiled, operands: Sequence[Tensor]) -> Function | None:
@@ -205,18 +236,22 @@ def function_of(nodes: RunCompiled, operands: Sequence[Tensor]) -> Function | No
 def _compiled(nodes: RunCompiled, operands: Sequence[Tensor]) -> Function | None:
     from torch._inductor.compile_fx import compile_fx  # takes a second to import
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     first, last = nodes.traced[0].node.node.name, nodes.traced[-1].node.node.name
     what = f"{first} to {last}, {len(nodes.traced)} ops"
     log.info("compiling %s", what)
     try:
-        with torch.random.fork_rng(devices=_cards(operands)), ExitStack() as stack:
+        with working(f"compiling {what}"), torch.random.fork_rng(devices=_cards(operands)), ExitStack() as stack:
             graph = make_fx(_as_function(nodes), tracing_mode="fake")(*operands)
             for device in ("cpu", "cuda"):  # what autocast casts is in the graph already
                 stack.enter_context(torch.autocast(device, enabled=False))
             # Now, where all ranks compile, and not while the others wait for a gradient.
             stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
-            return cast(Function, compile_fx(graph, list(operands)))
+            # Inductor keeps on disk only what has an environment of shapes, if one that it is told to leave alone.
+            kept = TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
+            stack.enter_context(tracing(kept))
+            return cast(Function, compile_fx(graph, list(operands), ignore_shape_env=True))
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         log.warning("%s run one by one: %s", what, reason)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Layout, Redistributor
 from lopsided.executor.chunked import Unmade, run_chunked
-from lopsided.executor.compiled import StretchSurroundings, compiled_parts
+from lopsided.executor.compiled import RunCompiled, StretchSurroundings, compiled_parts
 from lopsided.executor.gradients import GradientBucket, Gradients, Synced
 from lopsided.executor.instructions import (
     BeginBackward,
@@ -35,6 +35,7 @@ from lopsided.executor.instructions import (
     run_all,
 )
 from lopsided.executor.local_op import AnyRandomness, LocalOp
+from lopsided.executor.offload import Offloaded
 from lopsided.executor.prefetch import CopyBucket, GatheredCopy, Gathers
 from lopsided.executor.randomness import streams_of
 from lopsided.executor.spared import spared
@@ -102,6 +103,12 @@ class Executor:
         self.context = compiler.context
         self.gathers, self.again = compiler.gathers(schedule.forward), compiler.gathers(schedule.backward)
         self.freed = frozenset(compiler.freed)
+        self.has_run = False
+
+    @property
+    def functions(self) -> int:
+        """How many different functions it compiles."""
+        return len({one.key for one in _inside(self.instructions) if isinstance(one, RunCompiled)})
 
     def run(self, leaves: Mapping[str, Tensor], kept: dict[int, Tensor] | None = None) -> Ran:
         """One forward pass. `kept` holds gathered copies from one round of a step to the next."""
@@ -114,11 +121,19 @@ class Executor:
         )
         with surroundings(self.context), streams_of(self.random):
             run_all(self.instructions, slots, this)
+        self.has_run = True
         updates = {buffer: slots[slot].detach() for buffer, slot in self.updates}
         loss, own = slots[self.loss], slots[self.own_loss].detach()
         if self.again.first and loss.requires_grad:
             loss = BeginBackward.apply(this, loss)  # type: ignore[no-untyped-call]
         return Ran(loss, own, updates, {name: slots[slot] for name, slot in self.outputs.items()})
+
+
+def _inside(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    for one in instructions:
+        yield one
+        if isinstance(one, Region):
+            yield from _inside(one.inside)
 
 
 # From a schedule to instructions
@@ -143,9 +158,7 @@ class _Compiler:
         self.targets = {leaf.value.name: leaf.target for leaf in self.program.graph.parameters}
         self.stored = dict(self.program.leaves)
         self.slots: dict[tuple[str, Placement], int] = {}
-        made = {
-            v.name: at for step in self.program.steps for v, at in zip(step.node.results, step.rule.gives, strict=True)
-        }
+        made = dict(fact for step in self.program.steps for fact in step.made)
         self.placed = {name: made[name] if name in made else self.stored[name] for name in outputs}
         last = len(schedule.backward) - len(list(itertools.takewhile(_is_reduce, reversed(schedule.backward))))
         self.buckets = {
@@ -154,6 +167,9 @@ class _Compiler:
             )
             for k, item in enumerate(schedule.backward)
             if isinstance(item, ReduceBucket)
+        }
+        self.away = {
+            node: name for name, region in schedule.offloaded.items() if region.is_on(kind) for node in region.nodes
         }
         self.of_head: list[RunNode] = []  # that runs some rows at a time, its nodes so far
         self.answers: dict[str, Callable[[Ask], Tensor]] = {}
@@ -204,12 +220,12 @@ class _Compiler:
         return list(self._in_regions(made, regions))
 
     def _in_stretches(self, made: Sequence[Instruction], regions: Sequence[str]) -> tuple[list[Instruction], list[str]]:
-        """With the nodes of a stretch, which follow each other, in as few functions as can be."""
+        """Instructions with the nodes of a stretch, which follow each other, in as few functions as can be."""
         stretch_of = {n: item.id for item in self.schedule.forward if isinstance(item, Stretch) for n in item.nodes}
         if not stretch_of:
             return list(made), list(regions)
         copies = frozenset(slot for (name, _), slot in self.slots.items() if name in self.targets)
-        around = StretchSurroundings(self.values, self.random, self.context, copies)
+        around = StretchSurroundings(self.values, self.random, self.context, copies, self.exchange.size == 1)
         needed, ends = _needed_after(made), self._ends()
         found: list[tuple[Instruction, str]] = []
         stretches = [stretch_of.get(i.node.name, "") if isinstance(i, RunNode) else "" for i in made]
@@ -224,9 +240,11 @@ class _Compiler:
         return [part for part, _ in found], [region for _, region in found]
 
     def _region(self, node: str) -> str:
-        """The region in which a node runs again on this device, or none."""
+        """The region in which a node runs again on this device, or saves in host memory, or none."""
         name = self.schedule.recomputed.get(node, "")
-        return name if name and self.schedule.regions[name].runs_on(self.kind) else ""
+        if name and self.schedule.regions[name].runs_on(self.kind):
+            return name
+        return self.away.get(node, "")
 
     def _instruction(self, item: Item) -> Instruction | None:
         if isinstance(item, Compute):
@@ -243,7 +261,7 @@ class _Compiler:
         if node.node.name != chunked.nodes[-1]:
             return None
         nodes, self.of_head = self.of_head, []
-        calls = [Call(one.node, tuple(self.values[name] for name in one.node.operands)) for one in nodes]
+        calls = [Call.of(one.node, self.values) for one in nodes]
         shown = [k for k, one in enumerate(nodes[:-1]) if one.node.results[0].name in self.placed]
         talks = self.schedule.steps[node.node.name].rule.how != "plain"
         answer = self.answers[node.node.name] if talks else None
@@ -280,15 +298,15 @@ class _Compiler:
     def _run_node(self, item: Compute) -> RunNode:
         step = self.schedule.steps[item.node]
         node = step.node
-        call = Call(node, tuple(self.values[name] for name in node.operands))
+        call = Call.of(node, self.values)
         op = LocalOp(call, step.rule, self.exchange, self.random, self.device)
         self.answers[node.name] = op.answer
         context = node.context if replace(node.context, recompute=0) != self.context else None
         return RunNode(
             node,
             op.run,
-            tuple(self.slots[key] for key in zip(node.operands, step.rule.needs, strict=True)),
-            tuple(self.slot(value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True)),
+            tuple(self.slots[fact] for fact in step.needed),
+            tuple(self.slot(*fact) for fact in step.made),
             tuple(value.grad for value in node.results),
             context,
             tuple(self.slots[copy] for copy in self.before.get(node.name, ())),
@@ -350,6 +368,9 @@ class _Compiler:
             reads = dict.fromkeys(s for i in inside for s in i.reads if s not in written)
             later = kept_later[positions[-1]] | self._ends()
             freed = {slot for i in inside for slot in i.free}
+            if region not in self.schedule.regions:
+                yield Offloaded(inside, tuple(reads), tuple(s for s in written if s in later))
+                continue
             yield Region(
                 self.random,
                 self.context,

@@ -29,6 +29,7 @@ from torch._C import DisableTorchFunctionSubclass
 from lopsided.calibration.run_record import BUCKETS
 from lopsided.comm.communicator import Label
 from lopsided.comm.redistribute import Layout, Redistributor
+from lopsided.errors import TrainingError
 
 SCATTERS_AT_ONCE = 2
 """How many buckets of gradients that end up cut are on their way at once."""
@@ -289,8 +290,23 @@ class ParameterCopy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gradients, synced = ctx.about
+        _check_is_accumulated(ctx.next_functions[0][0], synced.name)
         gradients.add(synced, gradient)
         return None, None, None, None
+
+
+def _check_is_accumulated(node: Any, name: str) -> None:
+    """Refuse `torch.autograd.grad` with respect to a parameter whose gradient goes by a bucket: it gets nothing."""
+    while node is not None and node.next_functions:
+        node = node.next_functions[0][0]
+    try:
+        if node is not None:
+            torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # which it raises of a leaf that autograd.grad is asked for, and of no other
+        raise TrainingError(
+            f"torch.autograd.grad is asked for the gradient of {name}, which is summed over devices on its way home",
+            do="call loss.backward() and take p.grad; torch.autograd.grad with respect to inputs works",
+        ) from None
 
 
 class PieceOfCopy(torch.autograd.Function):

@@ -106,7 +106,7 @@ class Gatherer:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """In place of a saved tensor: which copy it is a view of, and how."""
+    """Stands for a saved tensor: which copy it is a view of, and how."""
 
     copy: Copy
     size: tuple[int, ...]

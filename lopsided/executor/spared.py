@@ -27,7 +27,7 @@ _MADE_AGAIN = ("aten::_to_copy", "aten::clone", "aten::copy_", "aten::detach", "
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """In place of a tensor that nobody needs: its form."""
+    """Stands for a tensor that nobody needs: its form."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]

@@ -52,7 +52,8 @@ from lopsided.runtime.parallelizing import parallelize
 from lopsided.runtime.parameters.adoption import check_bare
 from lopsided.runtime.parameters.norms import clip_grad_norm_
 
-_STATE = "lopsided"  # the folder in a saved state with the model's pieces and the optimizer's
+# The folder with the model's pieces and the optimizer's in a saved state.
+_STATE = "lopsided"
 
 
 class UnequalAccelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -331,7 +332,7 @@ class Accelerator(UnequalAccelerator):
                 hook.remove()
             self.__dict__.update(before)
 
-    def _in_pieces(self) -> tuple[checkpoint.Trains, torch.optim.Optimizer | None, Any]:
+    def _in_pieces(self) -> tuple[Parallel, torch.optim.Optimizer | None, Any]:
         if self.parallel is None or len(self._optimizers) > 1 or len(self._schedulers) > 1:
             raise InputError(
                 "no model was prepared"
@@ -344,7 +345,7 @@ class Accelerator(UnequalAccelerator):
             )
         optimizer = next((one.optimizer for one in self._optimizers), None)
         scheduler = next((one.scheduler for one in self._schedulers), None)
-        return cast(checkpoint.Trains, self.parallel), optimizer, scheduler
+        return self.parallel, optimizer, scheduler
 
     def register_save_state_pre_hook(self, hook: Any) -> Any:
         raise _no_hooks("save")

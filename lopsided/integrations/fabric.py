@@ -135,7 +135,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
         pm, optimizer, rest = _sorted(state)
         folder = Path(path)
         rest = self._convert_stateful_objects_in_state(rest, filter=filter or {})
-        pieces.save(cast(pieces.Trains, pm or self._trained), optimizer, folder / _STATE, keep=1)
+        pieces.save(pm or self._trained, optimizer, folder / _STATE, keep=1)
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint=rest, path=folder / _REST, storage_options=storage_options)
 
@@ -151,7 +151,7 @@ class FabricStrategy(DDPStrategy):  # type: ignore[misc]
                 "lopsided.load_full_state_dict",
             )
         pm, optimizer, rest = _sorted(state)
-        pieces.load(cast(pieces.Trains, pm or self._trained), optimizer, folder / _STATE)
+        pieces.load(pm or self._trained, optimizer, folder / _STATE)
         left: dict[str, Any] = super().load_checkpoint(folder / _REST, rest, strict, weights_only is not False)
         state.update({name: value for name, value in rest.items() if name in state})
         return left

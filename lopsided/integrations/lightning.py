@@ -44,8 +44,10 @@ from lopsided.runtime.checkpoint.state import full_state_dict, load_full_state_d
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.parallelizing import parallelize
 
-_MODULE = "lightning."  # the LightningModule inside of `Steps`
-_BESIDE = ".lopsided"  # behind a checkpoint's name: the folder with the optimizer's state
+# The LightningModule's name inside of `Steps`.
+_MODULE = "lightning."
+# The end of the name of the folder with the optimizer's state, beside a checkpoint.
+_BESIDE = ".lopsided"
 
 
 class LopsidedStrategy(DDPStrategy):  # type: ignore[misc]
@@ -225,12 +227,12 @@ class LopsidedStrategy(DDPStrategy):  # type: ignore[misc]
                 where=str(self._loaded),
                 do="begin with its weights: MyModule.load_from_checkpoint(path), and fit without ckpt_path",
             )
-        pieces.load(cast(pieces.Trains, self._trained), self._bare_optimizer, folder)
+        pieces.load(self._trained, self._bare_optimizer, folder)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if "optimizer_states" in checkpoint:
-            pieces.save(cast(pieces.Trains, self._trained), self._bare_optimizer, _beside(Path(filepath)), keep=1)
+            pieces.save(self._trained, self._bare_optimizer, _beside(Path(filepath)), keep=1)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._loaded = Path(checkpoint_path).resolve()

@@ -207,7 +207,7 @@ def _refused(what: str, do: str) -> Callable[..., NoReturn]:
 
 
 class _Guard:
-    """In the place of the trainer: what does not change may be read."""
+    """Takes the place of the trainer: what does not change may be read."""
 
     __slots__ = ("_trainer",)
 
@@ -227,7 +227,7 @@ class _Guard:
 
 
 class Unknown:
-    """In the place of a number that changes from step to step: nothing can be done with it but hand it on."""
+    """Takes the place of a number that changes from step to step: nothing can be done with it but hand it on."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lopsided.runtime.calls.batches import ShardedLoader
 from lopsided.runtime.calls.call_form import HandedOut
 
-_FED = "lopsided_fed"  # the attribute of a tensor that knows its batch
+# The attribute of a tensor that knows its batch.
+_FED = "lopsided_fed"
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,14 @@ from lopsided.runtime.calls.batches import shard
 from lopsided.runtime.calls.call_form import HandedOut
 from lopsided.runtime.calls.outputs import gather
 from lopsided.runtime.checkpoint import checkpoint
-from lopsided.runtime.checkpoint.state import load_full_state_dict
+from lopsided.runtime.checkpoint.state import load_full_state_dict, whole
 from lopsided.runtime.parallel import Parallel
 from lopsided.runtime.parallelizing import parallelize
 from lopsided.runtime.parameters.adoption import check_bare
-from lopsided.runtime.parameters.whole_model import whole
 
 _ITEMS = "num_items_in_batch"
-_STATE = "lopsided"  # the folder in a checkpoint of the Trainer's with the optimizer's state
+# The folder with the optimizer's state in a checkpoint of the Trainer's.
+_STATE = "lopsided"
 _WHOLE_BATCH = FedBatch(HandedOut(), is_cut=False)
 
 
@@ -267,7 +267,7 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def _whole_already(self, gathered: Any) -> Any:
-        """In the place of a gather: all is whole, except that the loss counts once for every row."""
+        """Takes the place of a gather: all is whole, except that the loss counts once for every row."""
         if not self._loss_is_next:
             return gathered
         self._loss_is_next = False
@@ -289,16 +289,13 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir) / _STATE
-        checkpoint.save(
-            cast(checkpoint.Trains, self._trained), self._bare_optimizer, folder, scheduler=self.lr_scheduler
-        )
+        checkpoint.save(self._trained, self._bare_optimizer, folder, scheduler=self.lr_scheduler)
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         if folder is None:
             return
         if (Path(folder) / _STATE).is_dir():
-            pm = cast(checkpoint.Trains, self._trained)
-            checkpoint.load(pm, self._bare_optimizer, Path(folder) / _STATE, scheduler=self.lr_scheduler)
+            checkpoint.load(self._trained, self._bare_optimizer, Path(folder) / _STATE, scheduler=self.lr_scheduler)
         elif (Path(folder) / "optimizer.pt").exists():
             raise CheckpointError(
                 "the optimizer's state was saved by a Trainer on one device, or under DDP",
@@ -316,7 +313,7 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
         self._load_weights(Path(self.state.best_model_checkpoint))
 
     def _load_weights(self, folder: Path) -> None:
-        """Of a saved model, into this process's pieces. Rank 0 needs the folder."""
+        """Load a saved model into this process's pieces. Rank 0 needs the folder."""
         source = _weights_in(folder) if self._trained.world.rank == 0 else None
         load_full_state_dict(self._trained, source, strict=not getattr(self.model, "_keys_to_ignore_on_save", None))
 
@@ -328,7 +325,7 @@ class OnUnequalDevices(_OfTrainer):  # type: ignore[misc]
 
     @property
     def _bare_optimizer(self) -> torch.optim.Optimizer:
-        """Not as accelerate wraps it."""
+        """The optimizer without the wrapper of accelerate."""
         return cast(torch.optim.Optimizer, getattr(self.optimizer, "optimizer", self.optimizer))
 
 

@@ -252,6 +252,10 @@ class Graph:
         return tuple(leaf for leaf in self.leaves if leaf.kind == "parameter")
 
     @cached_property
+    def parameter_names(self) -> frozenset[str]:
+        return frozenset(leaf.value.name for leaf in self.parameters)
+
+    @cached_property
     def updated(self) -> tuple[Value, ...]:
         """The parameters that get a gradient: trained ones that something uses."""
         used = {name for node in self.nodes for name in node.operands}
@@ -314,7 +318,9 @@ def check(graph: Graph) -> None:
 
     for leaf in graph.leaves:
         if leaf.kind not in LEAF_KINDS:
-            raise GraphError(f"%{leaf.value.name} is a leaf of unknown kind {leaf.kind!r}", do="see docs/glossary.md")
+            raise GraphError(
+                f"%{leaf.value.name} is a leaf of unknown kind {leaf.kind!r}", do=f"use one of {', '.join(LEAF_KINDS)}"
+            )
         if leaf.kind == "constant" and len(leaf.data) != leaf.value.elements:
             raise GraphError(
                 f"constant %{leaf.value.name} has {len(leaf.data)} elements, its shape needs {leaf.value.elements}",
@@ -397,7 +403,7 @@ def reruns(graph: Graph) -> dict[str, tuple[int, ...]]:
 
     A region without a gradient has no backward pass, and is none.
     """
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     found: dict[str, tuple[int, ...]] = {}
     for number, region in itertools.groupby(graph.nodes, key=lambda node: node.context.recompute):
         nodes = list(region)

@@ -117,12 +117,17 @@ def call_op(node: Node, operands: Sequence[Tensor], device: torch.device) -> Any
     return resolve_op(node.op)(*args, **kwargs)
 
 
+def listed(made: Any) -> list[Tensor]:
+    """What an op has made, one tensor or several."""
+    return [made] if isinstance(made, Tensor) else list(made)
+
+
 def run_graph(graph: Graph, values: dict[str, Tensor], device: torch.device) -> None:
     """Run a graph op by op in its order: `values` has its leaves by name, and gets everything else."""
     for node in graph.nodes:
         with surroundings(node.context):
             made = call_op(node, [values[name] for name in node.operands], device)
-        for value, tensor in zip(node.results, made if isinstance(made, tuple | list) else [made], strict=True):
+        for value, tensor in zip(node.results, listed(made), strict=True):
             values[value.name] = tensor
 
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lopsided.errors import ProgramError
 from lopsided.ir.graph import Graph, Leaf, Node, Value
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement, parse_placement
 
+Fact = tuple[str, Placement]  # a value in a placement
 Chain = tuple[Placement, ...]  # from a fact that exists, through conversions, to what is needed
 
 
@@ -32,6 +33,21 @@ class Step:
     node: Node
     rule: Rule
     chains: tuple[Chain, ...]
+
+    @property
+    def taken(self) -> list[tuple[str, Chain]]:
+        """Each operand with its chain."""
+        return list(zip(self.node.operands, self.chains, strict=True))
+
+    @property
+    def needed(self) -> list[Fact]:
+        """Each operand as the rule needs it."""
+        return list(zip(self.node.operands, self.rule.needs, strict=True))
+
+    @property
+    def made(self) -> list[Fact]:
+        """Each result as the rule gives it."""
+        return [(value.name, give) for value, give in zip(self.node.results, self.rule.gives, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +60,15 @@ class Program:
     loss: Chain
     updates: tuple[Chain, ...] = ()
 
+    def for_graph(self, graph: Graph) -> Program:
+        """The same choices for another graph with the same names."""
+        nodes = {node.name: node for node in graph.nodes}
+        steps = tuple(replace(step, node=nodes[step.node.name]) for step in self.steps)
+        return replace(self, graph=graph, steps=steps)
+
     def conversions(self) -> Iterator[tuple[Value, Placement, Placement]]:
         """Every conversion the program makes, once each, in order."""
-        made: set[tuple[str, Placement]] = {(name, placement) for name, placement in self.leaves}
+        made: set[Fact] = {(name, placement) for name, placement in self.leaves}
         values = self.graph.values
 
         def along(name: str, chain: Chain) -> Iterator[tuple[Value, Placement, Placement]]:
@@ -56,9 +78,9 @@ class Program:
                     yield values[name], source, to
 
         for step in self.steps:
-            for name, chain in zip(step.node.operands, step.chains, strict=True):
+            for name, chain in step.taken:
                 yield from along(name, chain)
-            made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+            made.update(step.made)
         yield from along(self.graph.loss, self.loss)
         for (_, name), chain in zip(self.graph.updates, self.updates, strict=True):
             yield from along(name, chain)
@@ -79,7 +101,7 @@ def _leaf_line(leaf: Leaf, placement: Placement) -> str:
 
 
 def _step_line(step: Step) -> str:
-    operands = [f"%{name}: {_chain(chain)}" for name, chain in zip(step.node.operands, step.chains, strict=True)]
+    operands = [f"%{name}: {_chain(chain)}" for name, chain in step.taken]
     names = ", ".join(f"%{value.name}" for value in step.node.results)
     gives = ", ".join(map(str, step.rule.gives))
     how = "" if step.rule.how == "plain" else f" [{step.rule.how}]"
@@ -138,7 +160,7 @@ def parse_program(text: str, graph: Graph) -> Program:
         elif match := _LEAF.fullmatch(line):
             if match[1] in {name for name, _ in leaves}:
                 raise ProgramError(f"%{match[1]} is placed twice", where=where, do="give every leaf one line")
-            leaves.append((match[1], _placement(match[4], where)))
+            leaves.append((match[1], placement_at(match[4], where)))
         elif match := _STEP.fullmatch(line):
             steps.append(_parse_step(match, nodes, where))
         else:
@@ -175,15 +197,15 @@ def _parse_step(match: re.Match[str], nodes: Mapping[tuple[str, ...], Node], whe
             where=where,
             do="name all",
         )
-    gives = tuple(_placement(part.strip(), where) for part in match[4].split(","))
+    gives = tuple(placement_at(part.strip(), where) for part in match[4].split(","))
     return Step(node, Rule(tuple(chain[-1] for chain in chains), gives, match[5] or "plain"), tuple(chains))
 
 
 def _parse_chain(text: str, where: str) -> Chain:
-    return tuple(_placement(part, where) for part in text.split("→"))
+    return tuple(placement_at(part, where) for part in text.split("→"))
 
 
-def _placement(text: str, where: str) -> Placement:
+def placement_at(text: str, where: str) -> Placement:
     try:
         return parse_placement(text)
     except ProgramError as error:
@@ -231,7 +253,7 @@ def in_work_shares(rule: Rule) -> Rule:
 def check_facts(program: Program) -> None:
     """Refuse a program that takes what is not there, leaves something out, or does not end whole."""
     graph = program.graph
-    facts: set[tuple[str, Placement]] = set()
+    facts: set[Fact] = set()
     placed = dict(program.leaves)
     for leaf in graph.leaves:
         name = leaf.value.name
@@ -260,7 +282,7 @@ def check_facts(program: Program) -> None:
             )
 
 
-def _check_step(step: Step, facts: set[tuple[str, Placement]], graph: Graph, done: set[str]) -> None:
+def _check_step(step: Step, facts: set[Fact], graph: Graph, done: set[str]) -> None:
     node = step.node
     if len(step.chains) != len(node.operands):
         raise ProgramError(
@@ -271,7 +293,7 @@ def _check_step(step: Step, facts: set[tuple[str, Placement]], graph: Graph, don
     where = _step_line(step)
     if node.name in done:
         raise ProgramError(f"%{node.name} is run twice", where=where, do="run every node once")
-    for name, chain in zip(node.operands, step.chains, strict=True):
+    for name, chain in step.taken:
         _check_chain(graph.values[name], chain, facts, where)
     if tuple(chain[-1] for chain in step.chains) != step.rule.needs:
         raise ProgramError(
@@ -286,10 +308,10 @@ def _check_step(step: Step, facts: set[tuple[str, Placement]], graph: Graph, don
             where=where,
             do="cut all its operands and results by the same shares",
         )
-    facts.update((value.name, give) for value, give in zip(node.results, step.rule.gives, strict=True))
+    facts.update(step.made)
 
 
-def _check_chain(value: Value, chain: Chain, facts: set[tuple[str, Placement]], where: str) -> None:
+def _check_chain(value: Value, chain: Chain, facts: set[Fact], where: str) -> None:
     if not chain:
         raise ProgramError(f"%{value.name} is taken in no placement", where=where, do="name the placement it has")
     if (value.name, chain[0]) not in facts:
@@ -317,12 +339,14 @@ def _check_chain(value: Value, chain: Chain, facts: set[tuple[str, Placement]], 
         facts.add((value.name, to))
 
 
+def whole_rule(node: Node) -> Rule:
+    """Everything is whole, as on one device."""
+    return Rule((I,) * len(node.operands), (I,) * len(node.results))
+
+
 def one_device(graph: Graph) -> Program:
     """The program that runs everything whole."""
-    steps = []
-    for node in graph.nodes:
-        rule = Rule((I,) * len(node.operands), (I,) * len(node.results))
-        steps.append(Step(node, rule, ((I,),) * len(node.operands)))
+    steps = [Step(node, whole_rule(node), ((I,),) * len(node.operands)) for node in graph.nodes]
     leaves = tuple((leaf.value.name, I) for leaf in graph.leaves)
     return Program(graph, leaves, tuple(steps), (I,), ((I,),) * len(graph.updates))
 

@@ -92,7 +92,7 @@ class Loss(nn.Module):
         self.model, self.flags = model, flags
 
     def _get_name(self) -> str:
-        """By what it is called in messages: the model, not what it is wrapped in."""
+        """What it is called in messages: the model, not what it is wrapped in."""
         return type(self.model).__name__
 
     def forward(self, **batch: Tensor) -> Tensor:

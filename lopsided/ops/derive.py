@@ -20,7 +20,7 @@ from lopsided.errors import NotationError
 from lopsided.ir.graph import WHOLE_KINDS, Graph, Leaf, Node, signature
 from lopsided.ir.notation import PLAIN, Bound, Rule, Variant, Where, bind, derive, parse_line
 from lopsided.ir.placement import I, Placement, R, S
-from lopsided.ir.program import RuleBook
+from lopsided.ir.program import RuleBook, whole_rule
 from lopsided.ops import describe
 from lopsided.ops.experiment import rules_by_experiment
 from lopsided.ops.op import Call, Talk
@@ -93,8 +93,7 @@ def _talking_rule(bound: Bound, talk: Talk, variant: Variant) -> Rule:
 
 def _sensible(rule: Rule, call: Call) -> bool:
     """Not: truth values as terms of a sum, and factor broadcasting where no factor has a gradient or masks differ."""
-    placed = [*zip(rule.needs, call.operands, strict=True), *zip(rule.gives, call.node.results, strict=True)]
-    if any(placement.kind == "P" and value.dtype == "bool" for placement, value in placed):
+    if any(placement.kind == "P" and value.dtype == "bool" for placement, value in call.placed(rule)):
         return False
     if rule.how == "sfb":
         entry = describe(call.node.op)
@@ -113,7 +112,7 @@ def derive_rules(graph: Graph, *, exact: bool = True) -> RuleBook:
     calls: dict[str, tuple[Call, object]] = {}
     for node in graph.nodes:
         if node.name not in graph.fixed:
-            call = Call(node, tuple(graph.values[name] for name in node.operands))
+            call = Call.of(node, graph.values)
             key = signature(node, graph.values)
             calls[node.name] = call, key
             if key not in described:
@@ -124,7 +123,7 @@ def derive_rules(graph: Graph, *, exact: bool = True) -> RuleBook:
     rules: dict[str, tuple[Rule, ...]] = {}
     for node in graph.nodes:
         if node.name in graph.fixed:
-            rules[node.name] = (Rule((I,) * len(node.operands), (I,) * len(node.results)),)
+            rules[node.name] = (whole_rule(node),)
             continue
         call, key = calls[node.name]
         mine = variants.get(node.name, {})

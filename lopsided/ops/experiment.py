@@ -25,12 +25,13 @@ from torch import Tensor
 
 from lopsided.ir.graph import DTYPE_NAMES, Arg, Ref, Value, signature
 from lopsided.ir.notation import Rule
-from lopsided.ir.op_call import TOLERANCE, call_op, widen_node, widen_value
+from lopsided.ir.op_call import TOLERANCE, call_op, listed, widen_node, widen_value
 from lopsided.ir.placement import I, P, Placement, R, S
 from lopsided.ops.op import Call
 from lopsided.ops.trial import edge_operands, random_operands, try_rule
 
-MOST_HYPOTHESES = 2000  # an op with many tensors has more: exponentially many
+# An op with many tensors has exponentially many hypotheses; so many are tried.
+MOST_HYPOTHESES = 2000
 _LARGE = 1 << 18
 _PATIENCE_S = 60.0
 _MOST_DEATHS = 50
@@ -191,9 +192,8 @@ def _resized(call: Call, smaller: dict[int, int]) -> Call | None:
         made = call_op(node, meta, torch.device("meta"))
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
-    outs = list(made) if isinstance(made, tuple | list) else [made]
     results = tuple(
         replace(value, shape=tuple(out.shape), dtype=DTYPE_NAMES[out.dtype])
-        for value, out in zip(node.results, outs, strict=True)
+        for value, out in zip(node.results, listed(made), strict=True)
     )
     return Call(replace(node, results=results), operands)

@@ -26,7 +26,7 @@ from torch import Tensor
 from lopsided.errors import ProgramError
 from lopsided.ir.graph import Arg, Atom, Node, Ref
 from lopsided.ir.notation import Rule
-from lopsided.ir.op_call import aten_overload, makes_tensors, resolve_op, surroundings
+from lopsided.ir.op_call import aten_overload, listed, makes_tensors, resolve_op, surroundings
 from lopsided.ir.placement import AnyShares, I, pieces_of
 from lopsided.ops import describe
 from lopsided.ops.op import Ask, Call, Implementation, Local, Randomness, Talking, connected
@@ -76,7 +76,7 @@ class LocalKernel:
         made = self.implementation(self._local(operands))
         if isinstance(made, Generator):
             made = yield from made
-        return _listed(made)
+        return listed(made)
 
     def _prepared(self) -> RunOp:
         node, implementation = self.call.node, self.implementation
@@ -112,7 +112,7 @@ class LocalKernel:
         return drawn
 
     def _own(self, operands: Operands) -> list[Tensor]:
-        return _listed(self.implementation(self._local(operands)))
+        return listed(self.implementation(self._local(operands)))
 
     def _nothing(self, operands: Operands) -> list[Tensor]:
         """Results without elements need no kernel, and some kernels refuse to make them."""
@@ -137,15 +137,9 @@ def answered(talking: Talking, answer: Callable[[Ask], Tensor]) -> Any:
 
 
 def rule_pieces(call: Call, rule: Rule, shares: AnyShares) -> tuple[int, ...]:
-    """The pieces of the index this rule cuts: one index, so one length, whichever tensor tells it."""
-    placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
-    found = {(p.length(value.shape), p.by): (p, value.shape) for p, value in placed if p.is_shard}
-    if len(found) > 1:
-        texts = [f"{length} by {by}" if by else str(length) for length, by in sorted(found)]
-        raise ProgramError(
-            f"{call.node.op} by {rule} cuts lengths {', '.join(texts)} as one", do="cut one index at a time"
-        )
-    return next((pieces_of(p, shape, shares) for p, shape in found.values()), ())
+    """The pieces of the index this rule cuts."""
+    cut = call.cut_by(rule)
+    return () if cut is None else pieces_of(cut[0], cut[1].shape, shares)
 
 
 def _implementation_of(call: Call, rule: Rule) -> tuple[Implementation, bool]:
@@ -184,10 +178,6 @@ def _is_whole(rule: Rule) -> bool:
     return all(placement.is_whole for placement in (*rule.needs, *rule.gives))
 
 
-def _listed(made: Any) -> list[Tensor]:
-    return list(made) if isinstance(made, tuple | list) else [made]
-
-
 # The op of a node as a function
 
 
@@ -216,14 +206,13 @@ def prepared_call(node: Node, device: torch.device) -> RunOp:
         order = [(place, arg.number) for place, arg in positional]
         if order == [(k, k) for k in range(len(order))]:
             rest = args[len(order) :]
-            return lambda operands: _listed(function(*operands, *rest, **kwargs))
+            return lambda operands: listed(function(*operands, *rest, **kwargs))
 
         def simple(operands: Operands) -> list[Tensor]:
             filled = args.copy()
             for place, number in order:
                 filled[place] = operands[number]
-            made = function(*filled, **kwargs)
-            return [made] if isinstance(made, Tensor) else list(made)
+            return listed(function(*filled, **kwargs))
 
         return simple
 
@@ -232,8 +221,7 @@ def prepared_call(node: Node, device: torch.device) -> RunOp:
         for place, arg in positional:
             filled[place] = _filled(arg, operands)
         by_name = kwargs | {name: _filled(arg, operands) for name, arg in named}
-        made = function(*filled, **by_name)
-        return [made] if isinstance(made, Tensor) else list(made)
+        return listed(function(*filled, **by_name))
 
     return general
 
@@ -294,7 +282,7 @@ class ByFactors:
         return [found.get(k) if k in self.wanted else None for k in range(len(self.call.operands))]
 
     def _by_running(self, whole: dict[int, Tensor], dy: Sequence[Tensor]) -> dict[int, Tensor | None]:
-        """From the op on one device, with zeros for operands whose elements do not enter the gradient."""
+        """What the op on one device gives, with zeros for operands whose elements do not enter the gradient."""
         operands = [
             whole[k] if k in whole else torch.zeros(value.shape, dtype=value.torch_dtype, device=dy[0].device)
             for k, value in enumerate(self.call.operands)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lopsided.errors import ProgramError
 from lopsided.ir.graph import Arg, Node, Ref, Value
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import aten_overload, filled, resolve_op
@@ -31,6 +32,10 @@ class Call:
     operands: tuple[Value, ...]
     # A call is asked for its arguments wherever it is run: they are looked up once.
     _given: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, node: Node, values: Mapping[str, Value]) -> Call:
+        return cls(node, tuple(values[name] for name in node.operands))
 
     def arg(self, name: str) -> Any:
         """The argument of this name in the op's schema, or its default."""
@@ -75,6 +80,21 @@ class Call:
             else:
                 slots.append(by_name[value.name] if isinstance(value, Ref) else None)
         return tuple(slots)
+
+    def placed(self, rule: Rule) -> list[tuple[Placement, Value]]:
+        """Results and operands, each as the rule has it."""
+        results = zip(rule.gives, self.node.results, strict=True)
+        return [*results, *zip(rule.needs, self.operands, strict=True)]
+
+    def cut_by(self, rule: Rule) -> tuple[Placement, Value] | None:
+        """What tells which index the rule cuts: one index, so one length, whichever tensor tells it."""
+        found = {(p.length(value.shape), p.by): (p, value) for p, value in self.placed(rule) if p.is_shard}
+        if len(found) > 1:
+            texts = [f"{length} by {by}" if by else str(length) for length, by in sorted(found)]
+            raise ProgramError(
+                f"{self.node.op} by {rule} cuts lengths {', '.join(texts)} as one", do="cut one index at a time"
+            )
+        return next(iter(found.values()), None)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -132,7 +152,7 @@ class Local:
         return replace(self, tensors=tuple(map(accumulating, self.tensors)))
 
     def as_result(self, x: Tensor, k: int = 0) -> Tensor:
-        """In the dtype that result `k` has in the graph: under autocast not always that of an operand."""
+        """The tensor in the dtype that result `k` has in the graph: under autocast not always that of an operand."""
         return x.to(self.call.node.results[k].torch_dtype)
 
     def nothing(self, k: int = 0) -> Tensor:
@@ -236,7 +256,8 @@ class Op:
 
 
 def accumulating(x: Tensor) -> Tensor:
-    """In a dtype to add up in: half precision counts exactly to 256 or 2048 only, and float16 ends at 65504."""
+    """The tensor in a dtype to add up in: half precision counts exactly to 256 or 2048 only, and float16 ends at
+    65504."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

@@ -60,7 +60,7 @@ def where(call: Call) -> str:
 
 
 def _is_linear_cast(call: Call) -> bool:
-    """Not from truth values, and not from real numbers to whole ones."""
+    """Whether a cast is linear: not one from truth values, nor from real numbers to whole ones."""
     before, after = call.operands[0].torch_dtype, call.node.results[0].torch_dtype
     if torch.bool in (before, after):
         return False

@@ -317,7 +317,7 @@ def _over_dims(how: str, implementation: Implementation) -> Talks:
 
 
 def _extreme_talks(call: Call) -> Sequence[Talk]:
-    """Not with places beside (`max.dim`): those would have to travel with the values."""
+    """None for an op that gives places too (`max.dim`): those would have to travel with the values."""
     return _over_dims("extreme", extreme_cut)(call) if len(call.results) == 1 else []
 
 

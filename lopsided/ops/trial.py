@@ -1,7 +1,9 @@
 """Trying a rule on real kernels: does it compute what one device computes, forward and backward?
 
 In: a `Call`, tensors for its operands, a `Rule`. Out: the worst relative error over the joined results and the joined
-gradients of every operand, in float64; `inf` if the kernels refuse. The validator and the experiments are made of this.
+gradients of every operand, in float64; `inf` if the kernels refuse, or if going backward a device reaches other
+operands than the others do: it would not start the collectives behind them. The validator and the experiments are made
+of this.
 
 Values at the edge (`edge_operands`) are what ordinary numbers never show, and models meet every day: masked scores are
 -inf, a row may be masked altogether, a padding row is zeros, a constant feature has no spread, an index may lie outside
@@ -21,7 +23,8 @@ from torch import Tensor
 from lopsided.errors import LopsidedError
 from lopsided.ir.graph import Value
 from lopsided.ir.notation import Rule
-from lopsided.ir.placement import I, P, Placement, R, join_pieces
+from lopsided.ir.placement import P, Placement, R, join_pieces
+from lopsided.ir.program import whole_rule
 from lopsided.ops.op import Call
 from lopsided.ops.simulated_devices import Parts, SeededRandomness, cotangent, move, run_rule, sum_parts
 
@@ -61,7 +64,7 @@ def _draw(value: Value, low: float, high: float, call: Call, generator: torch.Ge
 
 def run_whole(call: Call, operands: Sequence[Tensor], random: SeededRandomness) -> list[Tensor]:
     """The call on one device."""
-    rule = Rule((I,) * len(operands), (I,) * len(call.node.results))
+    rule = whole_rule(call.node)
     return [parts[0] for parts in run_rule(call, rule, [[t] for t in operands], (1.0,), random)]
 
 
@@ -103,6 +106,8 @@ def _try_rule(
     ]
     made = run_rule(call, rule, placed, shares, SeededRandomness(seed, shares))
     left_out = None if not edge else _not_finite if P in rule.needs else _no_numbers
+    if backward and not _go_back_alike(placed, made):
+        return math.inf
     error = max(
         (
             _disagreement(parts, give, out, left_out)
@@ -131,6 +136,24 @@ def _try_rule(
             left_out = _not_finite if edge else None
             error = max(error, _disagreement(gradients, cotangent(need), _gradient(whole), left_out))
     return error
+
+
+def _go_back_alike(placed: Sequence[Parts], made: Sequence[Parts]) -> bool:
+    """Whether every device reaches the same operands going backward."""
+    ways = set()
+    for on_device, operands in zip(zip(*made, strict=True), zip(*placed, strict=True), strict=True):
+        ahead = [part.grad_fn for part in on_device if part.grad_fn is not None]
+        leaves, seen = {id(part) for part in on_device}, set()
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaves.add(id(getattr(node, "variable", None)))
+            ahead += [behind for behind, _ in node.next_functions]
+        if any(part.requires_grad for part in on_device):  # or else it is connected with all operands
+            ways.add(tuple(id(part) in leaves for part in operands if part.requires_grad))
+    return len(ways) <= 1
 
 
 def _leaf(tensor: Tensor, grad: bool) -> Tensor:
@@ -223,7 +246,7 @@ def edge_operands(call: Call, operands: Sequence[Tensor]) -> dict[str, list[Tens
 
 def _runs(call: Call, operands: Sequence[Tensor]) -> bool:
     """Whether one device can run the call on these, forward and backward."""
-    try_whole = Rule((I,) * len(operands), (I,) * len(call.node.results))
+    try_whole = whole_rule(call.node)
     return try_rule(call, operands, try_whole, (1.0,), edge=True) == 0
 
 

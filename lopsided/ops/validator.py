@@ -23,7 +23,7 @@ from torch import Tensor
 from lopsided.errors import RuleError
 from lopsided.ir.graph import DTYPE_NAMES, Arg, Atom, Node, Ref, Value
 from lopsided.ir.notation import PLAIN, Rule, Variant
-from lopsided.ir.op_call import TOLERANCE, resolve_op
+from lopsided.ir.op_call import TOLERANCE, listed, resolve_op
 from lopsided.ops import (
     TABLE,
     attention,
@@ -93,10 +93,9 @@ def as_call(example: Sample) -> tuple[Call, list[Tensor]]:
     args = tuple(convert(arg) for arg in example.args)
     kwargs = tuple((key, convert(arg)) for key, arg in example.kwargs.items())
     with torch.random.fork_rng(devices=[]):
-        made = resolve_op(example.op)(*example.args, **example.kwargs)
-    outs = list(made) if isinstance(made, tuple | list) else [made]
+        made = listed(resolve_op(example.op)(*example.args, **example.kwargs))
     results = tuple(
-        Value(f"y{k}", tuple(out.shape), DTYPE_NAMES[out.dtype], out.requires_grad) for k, out in enumerate(outs)
+        Value(f"y{k}", tuple(out.shape), DTYPE_NAMES[out.dtype], out.requires_grad) for k, out in enumerate(made)
     )
     return Call(Node(example.op, args, kwargs, results), tuple(values)), tensors
 

@@ -47,7 +47,8 @@ HAP = "hap"
 
 _SWITCH = ("padded", "grouped")
 _SWITCHED = ("all_gather", "reduce_scatter")
-_NEVER = Link(3600.0, 1.0)  # as slow as a link can be: nobody chooses it
+# As slow as a link can be: nobody chooses it.
+_NEVER = Link(3600.0, 1.0)
 _ENDLESS_BYTES_PER_S = 1e18
 
 

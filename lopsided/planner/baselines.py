@@ -49,10 +49,7 @@ def stored_cut(program: Program, which: Collection[str] | None = None) -> Progra
         made.add((name, chain[-1]))
         return (kept[name], chain[-1])
 
-    steps = tuple(
-        Step(s.node, s.rule, tuple(chain_of(n, c) for n, c in zip(s.node.operands, s.chains, strict=True)))
-        for s in program.steps
-    )
+    steps = tuple(Step(s.node, s.rule, tuple(chain_of(n, c) for n, c in s.taken)) for s in program.steps)
     leaves = tuple((name, kept.get(name, placement)) for name, placement in program.leaves)
     return Program(program.graph, leaves, steps, program.loss, program.updates)
 
@@ -69,7 +66,7 @@ class _Walk:
 
     def __init__(self, book: RuleBook, prices: Prices) -> None:
         self.book, self.graph, self.prices = book, book.graph, prices
-        self.parameters = {leaf.value.name for leaf in self.graph.parameters}
+        self.parameters = self.graph.parameter_names
         self.fixed = self.graph.fixed
         self.facts: dict[str, dict[Placement, None]] = {}
 
@@ -146,9 +143,9 @@ def batch_dims(program: Program) -> dict[str, int]:
     """For each value that data parallelism keeps cut, the dim that is its batch."""
     dims = {name: placement.dim for name, placement in program.leaves if placement.is_shard and not placement.by}
     for step in program.steps:
-        for value, give in zip(step.node.results, step.rule.gives, strict=True):
+        for name, give in step.made:
             if give.is_shard:
-                dims[value.name] = give.dim
+                dims[name] = give.dim
     return dims
 
 

@@ -50,6 +50,7 @@ class Candidate:
     bucket_bytes: int = BUCKET_BYTES
     reruns: tuple[Rerun, ...] = ()
     on_host: tuple[OnHost, ...] = ()
+    state_bits: int = 0
 
     @property
     def step_s(self) -> float:
@@ -94,7 +95,7 @@ class Limits:
     allowed: Callable[[Node, Rule], bool]
     stored: Mapping[str, Placement] = field(default_factory=dict)  # pinned parameters
     made: Mapping[str, Placement] = field(default_factory=dict)  # pinned values
-    deadline: float = math.inf  # of time.perf_counter()
+    deadline: float = math.inf  # a time of time.perf_counter()
 
     def respected_by(self, program: Program) -> bool:
         """Whether a program that was not searched within these limits keeps to them.
@@ -104,7 +105,7 @@ class Limits:
         placed = dict(program.leaves)
         if self.made:
             for step in program.steps:
-                placed.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+                placed.update(step.made)
         pins = (*self.stored.items(), *self.made.items())
         return all(placed[name] == pin or placed[name].cut_by("") == pin for name, pin in pins)
 
@@ -120,7 +121,7 @@ def stored_in(program: Program) -> Stored:
 
 
 def excess(candidate: Candidate) -> float:
-    """By how much the fullest device is over its limit, as a part of it."""
+    """How far the fullest device is over its limit, as a part of it."""
     used = zip(candidate.memory, memory_limits(candidate.on), strict=True)
     return max(size / limit for size, limit in used)
 

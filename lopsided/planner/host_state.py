@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from lopsided.cluster.cluster import Cluster
 from lopsided.planner.candidates import Candidate
+from lopsided.schedule.coded_state import state_bytes
 from lopsided.schedule.cost import Optimizer, Scale, cut_of
 from lopsided.schedule.decisions import OnHost
 from lopsided.schedule.host_state import can_hold_state, kept_on_host, seconds_a_byte
@@ -28,7 +29,8 @@ class StateOnHost:
         self.sizes: dict[str, tuple[float, ...]] = {}  # of every parameter the state, on each kind
         for value in candidate.program.graph.updated:
             fractions = scale.fractions(cut_of(placed[value.name], value.shape))
-            self.sizes[value.name] = tuple(optimizer.state * value.bytes * part for part in fractions)
+            size = state_bytes(optimizer, value, candidate.state_bits)
+            self.sizes[value.name] = tuple(size * part for part in fractions)
         self.whole = tuple(map(sum, zip(*self.sizes.values(), strict=True)))
 
     def freeing(self, wanted: Sequence[float]) -> tuple[OnHost, ...]:

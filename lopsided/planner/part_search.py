@@ -24,13 +24,20 @@ from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden
 from lopsided.schedule.decisions import BUCKET_BYTES
 
-_ROUNDS = 2  # of search and balance in turn, after the first from a seed
-_CHEAPEST, _DEAREST = 1e-2, 1e2  # prices of memory: how many times its work a device's whole memory is worth
-_SHORT = 2  # of the programs that do not fit are tried with something run again
-_HALVINGS = 3  # of what lies between them
-_ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
-_FAR = 1.15  # times the best step: a part whose first candidate takes longer is left at that
-_CLOSE = 1.1  # times the best step: a part whose first seed led to more has no others
+# Search and balance take two turns more after the first from a seed.
+_ROUNDS = 2
+# The prices of memory that are tried: a device's whole memory is worth so many times its work.
+_CHEAPEST, _DEAREST = 1e-2, 1e2
+# Of the programs that do not fit, the two quickest are tried with something run again.
+_SHORT = 2
+# How often what lies between two prices of memory is halved.
+_HALVINGS = 3
+# Of what computation hides of parameter traffic.
+ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
+# A part whose first candidate takes 1.15 times the best step is left at that.
+_FAR = 1.15
+# A part whose first seed led to more than 1.1 times the best step has no other seeds.
+_CLOSE = 1.1
 
 Turns = dict[tuple[Shares, Hidden], Candidate]  # what a turn of search and balance came to, by what it began with
 
@@ -94,12 +101,12 @@ class PartSearch:
         if self.hidden is not None:
             return self._turn(name, shares, self.hidden)
         best: Candidate | None = None
-        for estimate in (*_ESTIMATES, None):
+        for estimate in (*ESTIMATES, None):
             hidden = estimate or self._covered(best)
-            if self._is_hopeless(best) or (self.memory_price and estimate not in _ESTIMATES[:2]):
+            if self._is_hopeless(best) or (self.memory_price and estimate not in ESTIMATES[:2]):
                 # Where memory decides, what is hidden does not.
                 continue
-            if estimate is None and any(max(abs(hidden[k] - e[k]) for k in (0, 1)) < 0.15 for e in _ESTIMATES):
+            if estimate is None and any(max(abs(hidden[k] - e[k]) for k in (0, 1)) < 0.15 for e in ESTIMATES):
                 continue
             made = self._turn(name, shares, hidden)
             if made is None:
@@ -164,7 +171,7 @@ class PartSearch:
             # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
             least, _ = self._found(name, shares, hidden, _DEAREST, regather)
             if regather:
-                how = (regather, least.bucket_bytes, self.pool.everything(least.program))
+                how = (regather, least.bucket_bytes, self.pool.everything(least.program), (), self.pool.state_bits)
                 laid = self.pool.laid_out(self.on, least.program, *how)
                 self.pool.leanest.append(laid.held)
             if least.fits:

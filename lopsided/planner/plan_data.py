@@ -5,7 +5,7 @@ In: what `planner` found. Out: `Plan`, plain data. `plan_file` writes it to JSON
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -14,12 +14,13 @@ from lopsided.codec import Key, Line, Seconds, SecondsOrInf, Whole
 from lopsided.ir.graph import Graph
 from lopsided.ir.placement import Shares
 from lopsided.ir.program import Program
-from lopsided.schedule.cost import Costs
+from lopsided.schedule.cost import Costs, optimizer_named
 from lopsided.schedule.decisions import BUCKET_BYTES, Decisions, OnHost, Rerun
 from lopsided.schedule.lower import lower
 from lopsided.schedule.pricing import PricedStep, price
 from lopsided.schedule.rounds import batch_size
 from lopsided.schedule.schedule import Schedule
+from lopsided.schedule.stretches import most_nodes
 
 INTERRUPTED = "interrupted"
 """How the note begins that says so."""
@@ -90,6 +91,7 @@ class Plan:
     reruns: tuple[Rerun, ...] = ()  # regions that run again in the backward pass in place of keeping what they save
     on_host: tuple[OnHost, ...] = ()  # optimizer state in the memory of the host, by kind of device
     microbatches: int = 1  # the batch is computed in so many rounds; the graph and the program are those of one
+    state_bits: int = 0  # of a number of optimizer state between updates; 0: as the optimizer keeps it
 
     @property
     def graph(self) -> Graph:
@@ -102,7 +104,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of the global batch, all rounds together; 0 where inputs have none."""
+        """Rows of the global batch, all rounds together; 0 where inputs have none."""
         return batch_size(self.graph) * self.microbatches
 
     @property
@@ -115,17 +117,32 @@ class Plan:
             reruns=self.reruns,
             on_host=self.on_host,
             microbatches=self.microbatches,
+            state_bits=self.state_bits,
         )
 
-    @cached_property
+    def compiled(self) -> Plan:
+        """With stretches that run as compiled functions."""
+        return replace(self, stretch=self.stretch or most_nodes(self.on.devices, len(self.program.steps)))
+
+    @property
+    def how(self) -> tuple[str, bool, int, tuple[Rerun, ...], tuple[OnHost, ...], int, int]:
+        """What `predict` is told beside the program, the shares and the devices."""
+        kept = (self.reruns, self.on_host, self.microbatches, self.state_bits)
+        return (self.optimizer, self.regather, self.bucket_bytes, *kept)
+
+    @property
     def kind_numbers(self) -> tuple[int, ...]:
-        """Of each device that takes part the number of its kind."""
-        return tuple(k for k, kind in enumerate(self.on.kinds) for _ in range(kind.devices))
+        """The kind's number of each device that takes part."""
+        return self.on.kind_numbers
 
     @cached_property
     def schedule(self) -> Schedule:
         """What every device does in a step: what was priced, and what the runtime runs."""
         return lower(self.program, self.decisions)
+
+    def costs(self) -> Costs:
+        """What computing and sending costs on its devices."""
+        return Costs(self.graph, self.on, optimizer_named(self.optimizer))
 
     def priced(self, costs: Costs) -> PricedStep:
         """Its schedule with what computing costs."""

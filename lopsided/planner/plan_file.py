@@ -54,6 +54,7 @@ from lopsided.ir.program import Program, check_program, parse_program
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.plan_data import Baseline, Breakdown, Plan, SearchReport
 from lopsided.planner.planner import predict
+from lopsided.schedule.coded_state import BITS
 from lopsided.schedule.cost import optimizer_named
 from lopsided.schedule.decisions import BUCKET_BYTES, OnHost, Rerun, parse_on_host, parse_rerun
 
@@ -68,7 +69,7 @@ PLAN_FILE = FileKind(
 )
 
 Predict = Callable[
-    [Program, Shares, Cluster, str, bool, int, tuple[Rerun, ...], tuple[OnHost, ...], int],
+    [Program, Shares, Cluster, str, bool, int, tuple[Rerun, ...], tuple[OnHost, ...], int, int],
     tuple[float, Breakdown, tuple[int, ...]],
 ]
 
@@ -76,6 +77,7 @@ _Stretch = Annotated[int, Key(least=0, most=10**6, rare=True)]
 _BucketBytes = Annotated[int, Key(least=1, most=BUCKET_BYTES)]
 _Reruns = Annotated[tuple[Line, ...], Key(rare=True)]
 _Microbatches = Annotated[int, Key(least=1, most=10**6, rare=True)]
+_StateBits = Annotated[int, Key(least=0, most=BITS, rare=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class _PredictionOf:
     reruns: _Reruns = ()
     on_host: _Reruns = ()
     microbatches: _Microbatches = 1
+    state_bits: _StateBits = 0
     figures: Line
     comparisons: Line
 
@@ -125,6 +128,7 @@ class _PlanFile:
     reruns: _Reruns = ()  # FIRST..LAST:LEVEL, and :KIND+KIND where not all kinds do
     on_host: _Reruns = ()  # KIND:PERCENT
     microbatches: _Microbatches = 1  # rounds; the graph and the program are those of one
+    state_bits: _StateBits = 0  # 8, or 0 where optimizer state is kept as it is
     notes: tuple[Line, ...]
     breakdown: Breakdown
     baselines: tuple[Baseline, ...]
@@ -154,6 +158,7 @@ def _in_both(of: Plan | _PlanFile) -> dict[str, Any]:
         "bucket_bytes",
         "stretch",
         "microbatches",
+        "state_bits",
         "notes",
         "breakdown",
         "baselines",
@@ -217,6 +222,7 @@ def _prediction_of(plan: Plan) -> _PredictionOf:
         reruns=tuple(map(str, plan.reruns)),
         on_host=tuple(map(str, plan.on_host)),
         microbatches=plan.microbatches,
+        state_bits=plan.state_bits,
         figures=_digest(json.dumps([plan.step_s, astuple(plan.breakdown), plan.memory_bytes])),
         comparisons=_digest(json.dumps(compared)),
     )
@@ -253,7 +259,7 @@ def parse_plan(text: str, where: str = "plan", namespaces: Collection[str] = (),
         on_host=_on_host(file, on, root),
         **_in_both(file),
     )
-    for key in ("reruns", "on_host"):
+    for key in ("reruns", "on_host", "state_bits"):
         if getattr(plan, key):
             with root.located(f'"{key}"'):
                 _ = plan.schedule
@@ -365,8 +371,7 @@ def _predicted_anew(plan: Plan, edited: Sequence[str], root: Place, predict: Pre
     if dropped:
         shares = replace(shares, cuts=())
     with root.located("edited " + " and ".join(edited)):
-        how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host, plan.microbatches)
-        step_s, breakdown, memory = predict(program, shares, plan.on, *how)
+        step_s, breakdown, memory = predict(program, shares, plan.on, *plan.how)
     notes = [note for note in plan.notes if not note.startswith(EDITED)]
     notes += [f"{EDITED}: {words}" for words in _what_was_edited(edited, dropped)]
     for kind, (start, stop) in zip(plan.on.kinds, plan.on.spans, strict=True):
@@ -416,6 +421,6 @@ def _check_names(plan: Plan, root: Place) -> None:
 def _placed(program: Program) -> Iterator[tuple[str, Placement]]:
     yield from program.leaves
     for step in program.steps:
-        for name, chain in zip(step.node.operands, step.chains, strict=True):
+        for name, chain in step.taken:
             yield from ((name, placement) for placement in chain)
-        yield from ((value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True))
+        yield from step.made

@@ -30,6 +30,7 @@ from lopsided.ir.placement import Shares
 from lopsided.ir.program import Program, RuleBook, check_program, parse_program
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.ablation import ADDITIONS, DEVICES, SEGMENTS, Belief, additions_named, beliefs, fewer_rules
+from lopsided.planner.allowed import EIGHT_BIT_STATE, allowed
 from lopsided.planner.candidates import BETTER, Candidate, Limits, memory_limits
 from lopsided.planner.part_search import PartSearch
 from lopsided.planner.pins import limits_of
@@ -55,8 +56,10 @@ ABOUT = {
     "dp-part": "data parallelism on the devices of this plan, shares by speed",
 }
 
-_TRIES = 4  # parts with most devices of a cluster, on which its best program is made
-_GRID = 8  # numbers of kinds that are compared at a time
+# The best program is made on four parts at most, those where it is estimated to take least.
+_TRIES = 4
+# So many numbers of kinds are compared at a time.
+_GRID = 8
 
 _YOUNG_OBJECTS = 100_000
 """So many new objects are made before the collector looks at them while a plan is made; 700 are Python's own."""
@@ -76,6 +79,7 @@ def plan(
     without: Sequence[str] = (),
     known: Sequence[Plan] = (),
     microbatches: int | None = None,
+    allow: Iterable[str] = (),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The fastest way to train `model` on `cluster` (a preset's name, a file or a `Cluster`).
@@ -85,7 +89,8 @@ def plan(
     `"encoder.*"` give parts of the model shares of their own. `without` some of what this planner adds to HAP
     (`ablation`) it shows what that is worth. The batch is computed in `microbatches` rounds; if that is left open, in
     as many as it takes to fit, or as pay. `known` plans of the same model compete: the answer is never predicted slower
-    than any of them is on this cluster.
+    than any of them is on this cluster. What changes the numbers that are computed is used only if it is named in
+    `allow`: `"8bit-state"`, optimizer state in 8 bits (`allowed`).
     """
     where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     started = time.perf_counter()
@@ -103,6 +108,7 @@ def plan(
         without=without,
         known=known,
         microbatches=microbatches,
+        allow=allow,
         progress=progress,
     )
     return replace(found, capture_s=capture_s)
@@ -120,6 +126,7 @@ def plan_graph(
     without: Sequence[str] = (),
     known: Sequence[Plan] = (),
     microbatches: int | None = None,
+    allow: Iterable[str] = (),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Plan:
     """The plan of a captured graph."""
@@ -128,7 +135,8 @@ def plan_graph(
     started = time.perf_counter()
     rules = book or derive_rules(graph)
     left_out = additions_named(without)
-    task = Task(graph, rules, optimizer, started, time_limit_s, pins, segments, left_out, known, progress)
+    may = allowed(allow)
+    task = Task(graph, rules, optimizer, started, time_limit_s, pins, segments, left_out, known, progress, allow=may)
     if not left_out:
         return in_best_rounds(task, cluster, microbatches, _planned)[0]
     task = in_so_many(task, microbatches or 1)
@@ -147,6 +155,7 @@ def plan_rivals(
     book: RuleBook | None = None,
     optimizer: str = "adamw",
     microbatches: int | None = None,
+    allow: Iterable[str] = (),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> tuple[Plan, ...]:
     """The plan of a captured graph and the best of other sorts, so many in all or fewer: on other devices, or with
@@ -157,7 +166,8 @@ def plan_rivals(
         raise InputError(f"{most} plans are none", do="ask for 1 or more")
     rules = book or derive_rules(graph)
     nothing = frozenset[str]()
-    task = Task(graph, rules, optimizer, time.perf_counter(), math.inf, (), (), nothing, (), progress)
+    may = allowed(allow)
+    task = Task(graph, rules, optimizer, time.perf_counter(), math.inf, (), (), nothing, (), progress, allow=may)
     return in_best_rounds(task, cluster, microbatches, _planned, most)
 
 
@@ -176,13 +186,15 @@ class Task:
     known: Sequence[Plan]
     progress: Callable[[Progress], None]
     microbatches: int = 1  # the graph is that of one round of so many
+    allow: frozenset[str] = frozenset()
 
     def pool(self, *, whole: bool = False) -> CandidatePool:
         """The pool; all of it, whatever is to be left out."""
         without = frozenset[str]() if whole else self.without
         rules = fewer_rules(self.rules, without)
         kept = optimizer_named(self.optimizer)
-        pool = CandidatePool(self.graph, rules, kept, self.limits(rules), self.progress, without, self.microbatches)
+        about = (self.graph, rules, kept, self.limits(rules), self.progress, without, self.microbatches, self.allow)
+        pool = CandidatePool(*about)
         pool.plain_book = self.rules
         return pool
 
@@ -361,9 +373,15 @@ def _judge_known(pool: CandidatePool, known: Plan, cluster: Cluster) -> None:
             f"a plan that should compete uses {gone or known.devices[0]}, which this cluster does not have as it was",
             do="leave the plan out, or plan for the cluster it was made for",
         )
+    if known.state_bits and not pool.state_bits:
+        raise PlanError(
+            f"a plan that should compete keeps optimizer state in {known.state_bits} bits, which is not allowed",
+            do=f"allow {EIGHT_BIT_STATE}, or leave the plan out",
+        )
     program = parse_program(str(known.program), pool.graph)
     about = ("known", on, program, known.shares, known.regather)
-    pool.judge(*about, bucket_bytes=known.bucket_bytes, reruns=known.reruns, on_host=known.on_host)
+    kept = (known.reruns, known.on_host, known.state_bits)
+    pool.judge_kept((*about, None), known.bucket_bytes, kept)
 
 
 def _as_it_is(task: Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan:
@@ -372,8 +390,7 @@ def _as_it_is(task: Task, found: Plan, belief: Belief, cluster: Cluster) -> Plan
     What each device is worth was believed only, and is left away.
     """
     on = belief.as_it_is(found.on)
-    how = (task.optimizer, found.regather, found.bucket_bytes, found.reruns, found.on_host, found.microbatches)
-    step_s, breakdown, memory = predict(found.program, found.shares, on, *how)
+    step_s, breakdown, memory = predict(found.program, found.shares, on, *found.how)
     left_out = ", ".join(name for name in ADDITIONS if name in task.without)
     return replace(
         found,
@@ -403,15 +420,23 @@ def predict(
     reruns: tuple[Rerun, ...] = (),
     on_host: tuple[OnHost, ...] = (),
     microbatches: int = 1,
+    state_bits: int = 0,
 ) -> tuple[float, Breakdown, tuple[int, ...]]:
     """Seconds of a step of any program with any shares, where they go, and bytes on every device."""
     kept = optimizer_named(optimizer)
     costs, scale = Costs(program.graph, on, kept), Scale(on, shares)
-    decisions = Decisions(bucket_bytes, regather=regather, reruns=reruns, on_host=on_host, microbatches=microbatches)
+    decisions = Decisions(
+        bucket_bytes,
+        regather=regather,
+        reruns=reruns,
+        on_host=on_host,
+        microbatches=microbatches,
+        state_bits=state_bits,
+    )
     schedule = lower(program, decisions)
     timeline = run(price(schedule, costs), costs.network, scale)
     held = holdings(schedule, kept, devices=on.devices)
-    return timeline.step_s, breakdown_of(timeline), _every_device(on, bytes_per_kind(held, scale))
+    return timeline.step_s, breakdown_of(timeline), every_device(on, bytes_per_kind(held, scale))
 
 
 def breakdown_of(timeline: Timeline) -> Breakdown:
@@ -421,7 +446,8 @@ def breakdown_of(timeline: Timeline) -> Breakdown:
     )
 
 
-def _every_device(on: Cluster, per_kind: Sequence[int]) -> tuple[int, ...]:
+def every_device(on: Cluster, per_kind: Sequence[int]) -> tuple[int, ...]:
+    """What every device has, of what each kind has."""
     return tuple(size for kind, size in zip(on.kinds, per_kind, strict=True) for _ in range(kind.devices))
 
 
@@ -448,7 +474,7 @@ def _answer(
         regather=best.regather,
         step_s=best.step_s,
         breakdown=breakdown_of(best.timeline),
-        memory_bytes=_every_device(best.on, best.memory),
+        memory_bytes=every_device(best.on, best.memory),
         baselines=_baselines(classics),
         search=SearchReport(
             found.seconds,
@@ -468,6 +494,7 @@ def _answer(
         reruns=best.reruns,
         on_host=best.on_host,
         microbatches=pool.microbatches,
+        state_bits=best.state_bits,
     )
 
 

@@ -28,8 +28,9 @@ from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph, Node
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Shares
-from lopsided.ir.program import Program, RuleBook, Step, one_device
+from lopsided.ir.program import Program, RuleBook, Step, one_device, whole_rule
 from lopsided.planner.ablation import CHUNKS, OVERLAP, SEGMENTS, STATE_SHARES
+from lopsided.planner.allowed import EIGHT_BIT_STATE
 from lopsided.planner.balance import balance
 from lopsided.planner.baselines import STATE, batch_dims, data_parallel, leaves_batch_whole, stored_cut
 from lopsided.planner.candidates import (
@@ -51,6 +52,7 @@ from lopsided.planner.recompute import Recomputation, Span, blocks_of, everythin
 from lopsided.planner.search import ChoiceSpace, Conversions, Found, Progress, search
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, RulePrices, Saves, SharePrices
 from lopsided.planner.segments import found_segments
+from lopsided.schedule.coded_state import BITS
 from lopsided.schedule.cost import Calls, Costs, Optimizer, Scale
 from lopsided.schedule.critical_path import FoldedStep
 from lopsided.schedule.decisions import BUCKET_BYTES, Decisions, OnHost, Rerun
@@ -59,6 +61,7 @@ from lopsided.schedule.host_state import host_bytes_per_kind, host_excess
 from lopsided.schedule.loss_heads import LossHead, chunks_of, loss_heads
 from lopsided.schedule.lower import lower, rebucketed
 from lopsided.schedule.memory import Holding, bytes_per_kind, holdings
+from lopsided.schedule.offload import offloaded_bytes_per_kind
 from lopsided.schedule.pricing import PricedStep, price
 from lopsided.schedule.schedule import Schedule
 from lopsided.schedule.timeline import run
@@ -97,8 +100,10 @@ class CandidatePool:
         progress: Callable[[Progress], None],
         without: frozenset[str] = frozenset(),
         microbatches: int = 1,
+        allow: frozenset[str] = frozenset(),
     ) -> None:
         self.graph, self.book, self.optimizer = graph, book, optimizer
+        self.state_bits = BITS if EIGHT_BIT_STATE in allow and optimizer.state else 0  # that state may be kept in
         self.microbatches = microbatches  # the graph is that of one round of so many
         self.plain_book = book  # without segments
         self.limits, self.progress, self.without = limits, progress, without
@@ -141,15 +146,22 @@ class CandidatePool:
             raise DoesNotFitError("no program that keeps the pins was found", do="pin less")
         # Of those that use most devices, the one that comes nearest tells best what is missing.
         nearest = min(self.tried, key=lambda candidate: (-candidate.on.devices, excess(candidate)))
-        how = (nearest.regather, nearest.bucket_bytes, nearest.reruns, nearest.on_host)
+        how = (nearest.regather, nearest.bucket_bytes, nearest.reruns, nearest.on_host, nearest.state_bits)
         held = self.laid_out(nearest.on, nearest.program, *how).held
         ways = ["its parameters cut and gathered for use"] if any(h.use == "gathered" for h in held) else []
         ways += ["what can be made again not kept"] if nearest.reruns else []
+        ways += [f"optimizer state in {nearest.state_bits} bits"] if nearest.state_bits else []
         ways += ["optimizer state in host memory"] if nearest.on_host else []
         even = f"even with {' and '.join(ways)}, " if ways else ""
         what = f"no program was found that fits: {even}the one that comes nearest"
         about = (held, Scale(nearest.on, nearest.shares), memory_limits(nearest.on))
-        check_fits(*about, what=what, host=self.short_of_host)
+        try:
+            check_fits(*about, what=what, host=self.short_of_host)
+        except DoesNotFitError as error:
+            if self.state_bits or not self.optimizer.state:
+                raise
+            do = f"{error.do}; or --allow {EIGHT_BIT_STATE}, which changes the numbers of training a little"
+            raise DoesNotFitError(error.what, where=error.where, do=do, **error.facts) from None
         return nearest
 
     # Judging
@@ -172,15 +184,23 @@ class CandidatePool:
         bucket_bytes: int = BUCKET_BYTES,
         reruns: tuple[Rerun, ...] = (),
         on_host: tuple[OnHost, ...] = (),
+        state_bits: int = 0,
     ) -> Candidate:
         """The candidate that a pair is; the best that fits is kept."""
-        laid, scale = self.laid_out(on, program, regather, bucket_bytes, reruns, on_host), Scale(on, shares)
+        laid = self.laid_out(on, program, regather, bucket_bytes, reruns, on_host, state_bits)
+        scale = Scale(on, shares)
         timeline = run(laid.priced, self.costs(on).network, scale)
         memory = bytes_per_kind(laid.held, scale)
         fits = all(used <= limit for used, limit in zip(memory, memory_limits(on), strict=True))
         too_much: DoesNotFitError | None = None
-        if on_host:
-            too_much = host_excess(on, host_bytes_per_kind(laid.priced.schedule, self.optimizer, scale))
+        if on_host or laid.priced.schedule.offloaded:
+            schedule = laid.priced.schedule
+            filled = zip(
+                host_bytes_per_kind(schedule, self.optimizer, scale),
+                offloaded_bytes_per_kind(schedule, scale),
+                strict=True,
+            )
+            too_much = host_excess(on, [state + saved for state, saved in filled])
             fits = fits and too_much is None
             self.short_of_host = self.short_of_host or too_much
         sort = (on.devices, laid.stored)
@@ -198,6 +218,7 @@ class CandidatePool:
             bucket_bytes,
             reruns,
             on_host,
+            state_bits,
         )
         candidate = Candidate(*about)
         may_be_chosen = on.devices >= self.fewest_devices and self.limits.respected_by(program)
@@ -219,6 +240,7 @@ class CandidatePool:
         bucket_bytes: int,
         reruns: tuple[Rerun, ...] = (),
         on_host: tuple[OnHost, ...] = (),
+        state_bits: int = 0,
     ) -> LoweredCandidate:
         """What does not depend on shares. The last few are remembered: each is judged with several."""
         # The step that works with most is that of the device with the largest share. About how many of them there are
@@ -227,7 +249,7 @@ class CandidatePool:
         fewest = sum(kind.devices * speed for kind, speed in zip(on.kinds, speeds, strict=True)) / max(speeds)
         fewest = _about(max(round(fewest), 1))
         # Neither depends on the cluster, so parts of it share them.
-        kept = (reruns, on_host)
+        kept = (reruns, on_host, state_bits)
         schedule = self._lower(program, regather, bucket_bytes, kept)
         held = _remembered(
             self._held,
@@ -246,10 +268,14 @@ class CandidatePool:
         def make() -> Schedule:
             if bucket_bytes != BUCKET_BYTES:
                 return rebucketed(self._lower(program, regather, BUCKET_BYTES, kept), bucket_bytes)
-            reruns, on_host = kept
-            overlap = OVERLAP not in self.without
+            reruns, on_host, state_bits = kept
             decisions = Decisions(
-                regather=regather, overlap=overlap, reruns=reruns, on_host=on_host, microbatches=self.microbatches
+                regather=regather,
+                overlap=OVERLAP not in self.without,
+                reruns=reruns,
+                on_host=on_host,
+                microbatches=self.microbatches,
+                state_bits=state_bits,
             )
             return lower(program, decisions)
 
@@ -258,7 +284,7 @@ class CandidatePool:
     def _price(self, on: Cluster, schedule: Schedule) -> PricedStep:
         """What is computed costs the same with all sizes of buckets."""
         decisions = schedule.decisions
-        kept = (decisions.reruns, decisions.on_host)
+        kept = (decisions.reruns, decisions.on_host, decisions.state_bits)
         key = (on.fingerprint, id(schedule.program), decisions.regather, BUCKET_BYTES, kept)
         if key in self._laid:
             return PricedStep(schedule, self._laid[key].priced.computed)
@@ -427,16 +453,18 @@ class CandidatePool:
         bucket_bytes: int = BUCKET_BYTES,
         reruns: tuple[Rerun, ...] = (),
         on_host: tuple[OnHost, ...] = (),
+        state_bits: int = 0,
         polish: bool = False,
     ) -> Candidate | None:
         """The program with the best shares for it; None if none fit in memory. Polished, whole units fit better."""
+        kept = (reruns, on_host, state_bits)
         if len(on.kinds) == 1 and not any(name != STATE for name, _ in reference.named):
             # Devices alike have equal shares.
             equal = self.equal(on)
             about = (name, on, program, equal, regather, found)
-            made = self.judge(*about, bucket_bytes=bucket_bytes, reruns=reruns, on_host=on_host)
+            made = self.judge_kept(about, bucket_bytes, kept)
             return made if made.fits else None
-        network, laid = self.costs(on).network, self.laid_out(on, program, regather, bucket_bytes, reruns, on_host)
+        network, laid = self.costs(on).network, self.laid_out(on, program, regather, bucket_bytes, *kept)
         self.balances += 1
         try:
             shares = balance(
@@ -452,12 +480,16 @@ class CandidatePool:
             ).shares
         except DoesNotFitError:
             return None
-        about = (name, on, program, shares, regather, found)
-        return self.judge(*about, bucket_bytes=bucket_bytes, reruns=reruns, on_host=on_host)
+        return self.judge_kept((name, on, program, shares, regather, found), bucket_bytes, kept)
+
+    def judge_kept(self, about: _About, bucket_bytes: int, kept: _Kept) -> Candidate:
+        """`judge`, with what is given everywhere in one."""
+        reruns, on_host, state_bits = kept
+        return self.judge(*about, bucket_bytes=bucket_bytes, reruns=reruns, on_host=on_host, state_bits=state_bits)
 
     def made_to_fit(self, candidate: Candidate) -> Candidate | None:
-        """One that does not fit, with as much run again in the backward pass, or optimizer state in host memory, as it
-        takes, and the best shares for that.
+        """One that does not fit, with as much run again in the backward pass, or optimizer state in host memory, or in
+        fewer bits where that is allowed, as it takes, and the best shares for that.
 
         None where nothing helps, or where it would not become the best of its devices: it takes no less time for that.
         """
@@ -466,21 +498,33 @@ class CandidatePool:
             return None
         key = (candidate.on.fingerprint, id(candidate.program), candidate.shares, candidate.regather)
         if key not in self._made_to_fit:
-            made = [one for one in self._recomputing(candidate) if one is not None and one.fits]
+            made = [one for one in self._with_less(candidate, best) if one is not None and one.fits]
             fitting = min(made, key=lambda one: one.step_s, default=None)
             self._made_to_fit[key] = fitting if fitting is None else self._no_more_on_host(fitting)
         return self._made_to_fit[key]
+
+    def _with_less(self, candidate: Candidate, best: Candidate | None) -> Iterator[Candidate | None]:
+        """What may come of it, with optimizer state as it is, and in fewer bits where that is allowed."""
+        yield from self._recomputing(candidate)
+        if not self.state_bits or candidate.state_bits:
+            return
+        coded = self._less_kept(replace(candidate, state_bits=self.state_bits), _ALL_KEPT)
+        if best is None or coded.step_s < best.step_s * _NEARLY:
+            yield coded
+            yield self.again(coded)
+            if not coded.fits:
+                yield from self._recomputing(coded)
 
     def _recomputing(self, candidate: Candidate) -> Iterator[Candidate | None]:
         """What may come of it: more and more is freed until that is enough, also of what shares could make room for."""
         if (chunked := self._chunked_in(candidate.program)) and chunked != candidate.reruns:
             # A loss in chunks costs next to nothing, so that comes first.
-            candidate = self._less_kept(candidate, ((), ()))
+            candidate = self._less_kept(candidate, _ALL_KEPT)
             yield candidate
             yield self.again(candidate)
             if candidate.fits:
                 return
-        schedule = self._lower(candidate.program, candidate.regather, candidate.bucket_bytes, ((), ()))
+        schedule = self._lower(candidate.program, candidate.regather, candidate.bucket_bytes, ((), (), 0))
         tried = Recomputation(self.blocks, candidate, schedule, self.costs(candidate.on))
         yield from self._freeing(candidate, tried, None)
         state = StateOnHost(candidate, self.optimizer)
@@ -500,7 +544,7 @@ class CandidatePool:
     ) -> Iterator[Candidate | None]:
         on, limits = candidate.on, memory_limits(candidate.on)
 
-        def freeing(wanted: Sequence[float]) -> _Kept:
+        def freeing(wanted: Sequence[float]) -> _Less:
             if state is None:
                 return tried.freeing(wanted), ()
             on_host = state.freeing(_beyond(wanted, cheap))
@@ -509,7 +553,7 @@ class CandidatePool:
         # What runs again for less than it takes to fetch state comes first.
         cheap = tried.cheaper_than(state.byte_s) if state is not None else ()
         over = [max(used - limit, 0.0) for used, limit in zip(candidate.memory, limits, strict=True)]
-        seen: set[_Kept] = {((), ())}
+        seen: set[_Less] = {_ALL_KEPT}
         wanted, made = over, candidate
         for _ in range(_MORE_FREED):
             kept = freeing(wanted)
@@ -553,11 +597,11 @@ class CandidatePool:
             candidate = quickest
         return candidate
 
-    def _less_kept(self, candidate: Candidate, kept: _Kept) -> Candidate:
+    def _less_kept(self, candidate: Candidate, less: _Less) -> Candidate:
         """With this, and with losses in chunks."""
-        kept = (self._with_chunks(candidate.program, kept[0]), kept[1])
+        kept = (self._with_chunks(candidate.program, less[0]), less[1], candidate.state_bits)
         about = (candidate.name, candidate.on, candidate.program, candidate.shares, candidate.regather, candidate.found)
-        return self.judge(*about, bucket_bytes=candidate.bucket_bytes, reruns=kept[0], on_host=kept[1])
+        return self.judge_kept(about, candidate.bucket_bytes, kept)
 
     @cached_property
     def heads(self) -> tuple[LossHead, ...]:
@@ -599,6 +643,7 @@ class CandidatePool:
             bucket_bytes=candidate.bucket_bytes,
             reruns=candidate.reruns,
             on_host=candidate.on_host,
+            state_bits=candidate.state_bits,
             polish=polish,
         )
 
@@ -640,6 +685,7 @@ class CandidatePool:
             bucket_bytes=bucket_bytes or candidate.bucket_bytes,
             reruns=candidate.reruns,
             on_host=candidate.on_host,
+            state_bits=candidate.state_bits,
         )
 
     def bucket_on(self, on: Cluster) -> int:
@@ -656,7 +702,8 @@ class CandidatePool:
         """
         if candidate.on.devices == 1 or OVERLAP in self.without:
             return candidate.bucket_bytes
-        how = (candidate.regather, candidate.bucket_bytes, candidate.reruns, candidate.on_host)
+        kept = (candidate.reruns, candidate.on_host, candidate.state_bits)
+        how = (candidate.regather, candidate.bucket_bytes, *kept)
         laid = self.laid_out(candidate.on, candidate.program, *how)
         network, scale = self.costs(candidate.on).network, Scale(candidate.on, candidate.shares)
         steps: dict[int, float] = {}
@@ -688,9 +735,9 @@ class CandidatePool:
             )
             if reruns == candidate.reruns:
                 return
-            about = (candidate.on, candidate.program, candidate.shares, candidate.regather, candidate.found)
-            how = (candidate.bucket_bytes, reruns, candidate.on_host)
-            more = self.judge(candidate.name, *about, bucket_bytes=how[0], reruns=how[1], on_host=how[2])
+            about = (candidate.name, candidate.on, candidate.program, candidate.shares, candidate.regather)
+            kept = (reruns, candidate.on_host, candidate.state_bits)
+            more = self.judge_kept((*about, candidate.found), candidate.bucket_bytes, kept)
             if not more.beats(candidate):
                 return
             candidate = more
@@ -723,8 +770,8 @@ class CandidatePool:
     def estimate(self, candidate: Candidate, whole: Cluster | None = None) -> StepEstimate:
         """What its program would take on parts of its devices, or of a whole cluster, whose kinds are others."""
         on = whole or candidate.on
-        how = (candidate.regather, candidate.bucket_bytes, on_every_kind(candidate), on_every_host(candidate, on))
-        laid = self.laid_out(on, candidate.program, *how)
+        kept = (on_every_kind(candidate), on_every_host(candidate, on), candidate.state_bits)
+        laid = self.laid_out(on, candidate.program, candidate.regather, candidate.bucket_bytes, *kept)
         return StepEstimate(FoldedStep(laid.priced, self.costs(on).network), laid.held, on)
 
     def ideal_s(self, on: Cluster) -> float:
@@ -743,15 +790,22 @@ class CandidatePool:
             costs = Costs(self.graph, alone, self.optimizer, self._calls)
             seconds = []
             for node in self.graph.nodes:
-                whole = costs.op(node, Rule((I,) * len(node.operands), (I,) * len(node.results)))
+                whole = costs.op(node, whole_rule(node))
                 there, back = costs.work(node).kernels
                 seconds.append(whole.seconds((1.0,))[0] - (there * whole.forwards + back) * kind.launch_s)
             self._working[key] = np.maximum(np.array(seconds), _NO_WORK_S)
         return self._working[key]
 
 
-_Kept = tuple[tuple[Rerun, ...], tuple[OnHost, ...]]
+_Less = tuple[tuple[Rerun, ...], tuple[OnHost, ...]]
 """What is not kept where it would be: what runs again, and what is in host memory."""
+_ALL_KEPT: _Less = ((), ())
+
+_Kept = tuple[tuple[Rerun, ...], tuple[OnHost, ...], int]
+"""The same, and in how many bits optimizer state is kept."""
+
+_About = tuple[str, Cluster, Program, Shares, bool, Found | None]
+"""What is judged: its name, the devices, the program and shares, whether it gathers again, and where it comes from."""
 
 
 def _about(count: int) -> int:

@@ -5,7 +5,8 @@ In: a `Graph`, and a `Candidate` that does not fit. Out: `Rerun`s with which it 
 The one idea: a model falls into blocks between the places where few values pass (`blocks_of`). For every block and
 level of recomputation it is known what it frees and how long it takes (`_Choice`), so the cheapest bytes are freed
 first, on each kind of device until that fits. A block that sends nothing forward may run again on some kinds and not on
-others: the small card recomputes, the large one keeps. What the sum of all this holds at its peak, the exact count
+others: the small card recomputes, the large one keeps. Where a byte travels to the memory of the host and back in less
+time than it is made again, it travels (`_with_offload`). What the sum of all this holds at its peak, the exact count
 says, and as long as that is too much, more is freed.
 """
 
@@ -20,8 +21,9 @@ from lopsided.ir.graph import Graph, reruns
 from lopsided.ir.program import Step
 from lopsided.planner.candidates import Candidate
 from lopsided.schedule.cost import Costs, Cut, Scale
-from lopsided.schedule.decisions import LEVELS, Level, Rerun
+from lopsided.schedule.decisions import LEVELS, REGION_LEVELS, Level, Rerun
 from lopsided.schedule.flops import is_product
+from lopsided.schedule.host_state import seconds_a_byte
 from lopsided.schedule.memory import saved_in, taken_by
 from lopsided.schedule.regions import region_of
 from lopsided.schedule.schedule import Exchange, Redistribute, Schedule, nodes_of
@@ -29,6 +31,11 @@ from lopsided.schedule.schedule import Exchange, Redistribute, Schedule, nodes_o
 _AROUND = 8  # nodes on either side among which a boundary has the fewest values passing
 _LONG = 40  # nodes: what passes by more (a skip over half the model) is at many boundaries, and makes none
 _COARSER = (1, 2, 4)  # so many blocks in one, where all of them run again
+
+_ORDER = REGION_LEVELS.index  # by what is freed
+
+_Priced = tuple[Level, tuple[float, ...], tuple[float, ...]]
+"""A level of a block, with what it frees and takes on each kind beyond the one before."""
 
 Span = tuple[int, int]
 """The first node of a block and the one after its last, by number."""
@@ -41,7 +48,7 @@ def blocks_of(graph: Graph, apart: Collection[str] = ()) -> tuple[Span, ...]:
     that are to stand `apart`.
     """
     nodes, passing, own = graph.nodes, _passing(graph), {*reruns(graph), *apart}
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     found: list[Span] = []
     start, has_product = 0, False
     for k, node in enumerate(nodes):
@@ -91,15 +98,19 @@ class Recomputation:
     def __init__(self, blocks: Sequence[Span], candidate: Candidate, schedule: Schedule, costs: Costs) -> None:
         self.program, self.blocks = candidate.program, blocks
         self.kinds = range(len(candidate.on.kinds))
+        # What a byte takes to the memory of the host and back; nobody goes there where parameters are gathered again.
+        self.byte_s = {} if candidate.regather else seconds_a_byte(candidate.on)
         self.scale, self.costs = Scale(candidate.on, candidate.shares), costs
         self.sending = self._sending(schedule)
-        alike: dict[object, list[tuple[Level, tuple[float, ...], tuple[float, ...]]]] = {}
+        alike: dict[object, list[_Priced]] = {}
         self.choices: list[_Choice] = []
         for number, (start, stop) in enumerate(blocks):
             steps = self.program.steps[start:stop]
-            key = tuple((costs.number(step.node), step.rule, step.chains) for step in steps)
+            calls = tuple((costs.number(step.node), step.rule, step.chains) for step in steps)
+            key = (calls, number in self.sending)
             if key not in alike:
-                alike[key] = list(self._levels(steps))
+                levels = list(self._levels(steps))
+                alike[key] = list(self._with_offload(levels, sends=number in self.sending))
             self.choices += [_Choice(number, *about) for about in alike[key]]
 
     def _sending(self, schedule: Schedule) -> frozenset[int]:
@@ -114,7 +125,34 @@ class Recomputation:
             k for k, (start, stop) in enumerate(self.blocks) if any(s.node.name in senders for s in steps[start:stop])
         )
 
-    def _levels(self, steps: Sequence[Step]) -> Iterator[tuple[Level, tuple[float, ...], tuple[float, ...]]]:
+    def _with_offload(self, levels: Sequence[_Priced], *, sends: bool) -> Iterator[_Priced]:
+        """The levels of a block on the kinds for which they are, and its saved tensors in host memory on the others:
+        where a byte takes less to go there and back than to be made again at the dearer levels.
+
+        A block that sends something forward runs again on all kinds or on none, so no level of it is on some.
+        """
+        left = [[*freed] for _, freed, _ in levels]
+        moved, moved_s = [0.0 for _ in self.kinds], [0.0 for _ in self.kinds]
+        for k, byte_s in self.byte_s.items():
+            whole, whole_s = sum(freed[k] for _, freed, _ in levels), sum(seconds[k] for _, _, seconds in levels)
+            if whole <= 0 or whole * byte_s >= whole_s:
+                continue
+            freed = taken_s = 0.0
+            kept_levels = 0
+            for _, more, seconds in levels:
+                if sends or (more[k] > 0 and seconds[k] >= byte_s * more[k]):
+                    break
+                freed, taken_s, kept_levels = freed + more[k], taken_s + seconds[k], kept_levels + 1
+            for part in left[kept_levels:]:
+                part[k] = 0.0
+            moved[k], moved_s[k] = whole - freed, max(whole * byte_s - taken_s, 0.0)
+        for (level, _, seconds), kept in zip(levels, left, strict=True):
+            if max(kept) > 0:
+                yield level, tuple(kept), seconds
+        if max(moved) > 0:
+            yield "offload", tuple(moved), tuple(moved_s)
+
+    def _levels(self, steps: Sequence[Step]) -> Iterator[_Priced]:
         """Level by level, what more is freed and what more it takes; one that frees nothing more is left out."""
         graph = self.program.graph
         kept = self._bytes(saved_in(graph, steps))
@@ -154,21 +192,27 @@ class Recomputation:
         for kind in self.kinds:
             useful = [choice for choice in self.choices if choice.freed[kind] > 0]
             # A level comes after the one before: a dear one that frees much is reached through it.
-            ranked = sorted(useful, key=lambda choice: (choice.price(kind), LEVELS.index(choice.level), choice.block))
+            ranked = sorted(useful, key=lambda choice: (choice.price(kind), _ORDER(choice.level), choice.block))
             left = wanted[kind]
             for choice in ranked:
                 if left <= 0:
                     break
                 had = levels.setdefault(choice.block, {})
-                if kind not in had or LEVELS.index(had[kind]) < LEVELS.index(choice.level):
+                if kind not in had or _ORDER(had[kind]) < _ORDER(choice.level):
                     had[kind] = choice.level
                 left -= choice.freed[kind]
-        return tuple(self._rerun(block, levels[block]) for block in sorted(levels))
+        return tuple(rerun for block in sorted(levels) for rerun in self._reruns(block, levels[block]))
 
-    def _rerun(self, block: int, levels: Mapping[int, Level]) -> Rerun:
-        level = max(levels.values(), key=LEVELS.index)
-        every = block in self.sending or len(levels) == len(self.kinds)
-        return _region(self.program.graph, self.blocks[block], level, () if every else tuple(sorted(levels)))
+    def _reruns(self, block: int, levels: Mapping[int, Level]) -> Iterator[Rerun]:
+        """One on the kinds on which it runs again, and one on those on which it saves in host memory."""
+        away = {kind for kind, level in levels.items() if level == "offload"}
+        for kinds in (levels.keys() - away, away):
+            if not kinds:
+                continue
+            level = max((levels[kind] for kind in kinds), key=_ORDER)
+            # What sends and runs again does so on all.
+            every = len(kinds) == len(self.kinds) or (block in self.sending and not away)
+            yield _region(self.program.graph, self.blocks[block], level, () if every else tuple(sorted(kinds)))
 
     def everything(self) -> Iterator[tuple[Rerun, ...]]:
         """All blocks, whole, on all kinds: one by one, and several in one, which take less from outside."""
@@ -193,5 +237,9 @@ def _region(graph: Graph, span: Span, level: Level, kinds: tuple[int, ...] = ())
 
 
 def on_every_kind(candidate: Candidate) -> tuple[Rerun, ...]:
-    """Its reruns, for devices that are not those they were chosen for."""
-    return tuple(replace(rerun, kinds=()) for rerun in candidate.reruns)
+    """Its reruns, for devices that are not those they were chosen for: there may be no host to save in."""
+    found: dict[tuple[str, str], Rerun] = {}
+    for rerun in candidate.reruns:
+        level: Level = "whole" if rerun.level == "offload" else rerun.level
+        found.setdefault((rerun.first, rerun.last), replace(rerun, level=level, kinds=()))
+    return tuple(found.values())

@@ -108,7 +108,7 @@ class Price(NamedTuple):
     seconds: float
 
     def beats(self, other: Price) -> bool:
-        """By more than the last bits, which would have units move for ever."""
+        """Whether it is better by more than the last bits, for which units would move for ever."""
         if self.over_bytes != other.over_bytes:
             return self.over_bytes < other.over_bytes
         return self.seconds < other.seconds * (1 - 1e-12)
@@ -153,7 +153,7 @@ class _Ladder:
         return tuple(totals)
 
     def moves(self, levels: Levels, givers: Sequence[int], takers: Sequence[int]) -> Iterator[Levels]:
-        """From each giver to each taker, in small steps and large ones."""
+        """Moves from each giver to each taker, in small steps and large ones."""
         spare = self.units(levels) - self.length
         for source in (k for k in givers if levels[k]):
             for step in sorted({1, levels[source] // 8 or 1, levels[source]}):

@@ -23,7 +23,8 @@ from lopsided.planner.candidates import BETTER, memory_limits
 from lopsided.planner.plan_data import Plan
 from lopsided.schedule.rounds import NoRoundsError, batch_size, in_rounds
 
-_FULL = 0.85  # of what a plan may fill of a device: beyond that, memory may be what decides
+# Beyond 0.85 of what a plan may fill of a device, memory may be what decides.
+_FULL = 0.85
 
 
 class Asked(Protocol):
@@ -91,7 +92,7 @@ def in_best_rounds(
 
 def _is_short(plan: Plan) -> bool:
     """Whether memory decides how the step is done."""
-    if plan.reruns or plan.on_host or plan.regather:
+    if plan.reruns or plan.on_host or plan.state_bits or plan.regather:
         return True
     limits = [
         limit for limit, kind in zip(memory_limits(plan.on), plan.on.kinds, strict=True) for _ in range(kind.devices)

@@ -137,7 +137,7 @@ class SharePrices:
         return seconds
 
     def _shown(self, hidden: float) -> float:
-        """Of a second of which this part is covered, what still counts: what is covered slows computing."""
+        """The part of a second that still counts if this much of it is covered: what is covered slows computing."""
         return 1 - hidden * (1 - self._compute_slowdown)
 
     def is_cheap(self, node: Node) -> bool:

@@ -21,10 +21,9 @@ from lopsided.errors import InputError
 from lopsided.ir.graph import Node, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import Placement
-from lopsided.ir.program import Chain, Program, RuleBook, Step
+from lopsided.ir.program import Chain, Fact, Program, RuleBook, Step
 
 MOST_SEGMENTS = 6
-_Fact = tuple[str, Placement]
 
 
 def found_segments(program: Program, weight: Callable[[Step], float]) -> Program:
@@ -49,20 +48,14 @@ def found_segments(program: Program, weight: Callable[[Step], float]) -> Program
     return _renamed(program, lambda fact: names.get(groups.get(fact, -1), ""))
 
 
-def _first_shard(step: Step) -> _Fact:
-    for value, give in zip(step.node.results, step.rule.gives, strict=True):
-        if give.is_shard:
-            return (value.name, give)
-    for name, need in zip(step.node.operands, step.rule.needs, strict=True):
-        if need.is_shard:
-            return (name, need)
-    return ("", Placement("I"))
+def _first_shard(step: Step) -> Fact:
+    return next((fact for fact in (*step.made, *step.needed) if fact[1].is_shard), ("", Placement("I")))
 
 
-def _groups(program: Program) -> dict[_Fact, int]:
+def _groups(program: Program) -> dict[Fact, int]:
     """The shards of a program by the group they are tied to: those of one rule are cut alike."""
     parent: list[int] = []
-    number: dict[_Fact, int] = {}
+    number: dict[Fact, int] = {}
 
     def find(k: int) -> int:
         while parent[k] != k:
@@ -71,10 +64,8 @@ def _groups(program: Program) -> dict[_Fact, int]:
         return k
 
     for step in program.steps:
-        placed = [*zip(step.node.operands, step.rule.needs, strict=True)]
-        placed += [(value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True)]
         first = -1
-        for fact in placed:
+        for fact in (*step.needed, *step.made):
             # Stored parameters have shares of their own already.
             if not fact[1].is_shard or fact[1].by:
                 continue
@@ -87,7 +78,7 @@ def _groups(program: Program) -> dict[_Fact, int]:
     return {fact: find(k) for fact, k in number.items()}
 
 
-def _renamed(program: Program, name_of: Callable[[_Fact], str]) -> Program:
+def _renamed(program: Program, name_of: Callable[[Fact], str]) -> Program:
     def place(name: str, placement: Placement) -> Placement:
         if not placement.is_shard or placement.by:
             return placement

@@ -20,11 +20,16 @@ from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.recompute import on_every_kind
 from lopsided.planner.search_cost import NOTHING_HIDDEN
 
-_TURNS = 3  # of taking devices away: each time that finds a better plan
-_FEW_GROUPS = 4  # of devices that are alike: what is left without one is planned anew
-_CLOSE = 1.1  # times the step found without a device: on a cluster that takes longer with it, none is looked for
-_MORE = 1.01  # times the step found without a device: where worth is estimated, less gain is not followed up
-_TRIES = 4  # of what is estimated to be faster, or not to fit, in one turn
+# Devices are taken away in three turns at most: the next begins where one found a better plan.
+_TURNS = 3
+# With so few groups of devices that are alike, what is left without one is planned anew.
+_FEW_GROUPS = 4
+# A cluster whose own step is 1.1 times as long as one found without a device is not planned without it.
+_CLOSE = 1.1
+# Where worth is estimated, a gain of less than 1 % is not followed up.
+_MORE = 1.01
+# Of what is estimated to be faster, or not to fit, four are tried in a turn.
+_TRIES = 4
 
 Worth = tuple[dict[str, float], dict[str, float]]
 Shrink = Callable[[Cluster, str], Cluster]

@@ -33,7 +33,7 @@ from lopsided.calibration.comparison import expected_calls, without_overhead
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.coefficients import KIND, coefficient
 from lopsided.cluster.collectives import Network
-from lopsided.cluster.devices import Kind, Link
+from lopsided.cluster.devices import Link
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.in_process import LoneCommunicator
 from lopsided.comm.redistribute import Redistributor
@@ -194,7 +194,7 @@ def _below(name: str, graph: Graph) -> int:
             continue
         packet = node.op.split(".")[1] if "." in node.op else node.op
         if packet.startswith(_LOOKUPS):
-            bounds.append(indices_below(Call(node, tuple(graph.values[operand] for operand in node.operands))))
+            bounds.append(indices_below(Call.of(node, graph.values)))
         else:
             reached |= {v.name for v in node.results if not (v.torch_dtype.is_floating_point or v.dtype == "bool")}
     return min(bounds, default=2)
@@ -252,13 +252,6 @@ class DryRun:
     def play(self) -> Play:
         return Play(self.program, self.cluster, self.shares, self.bucket_bytes)
 
-    def number_of(self, rank: int) -> int:
-        """That of a device's kind."""
-        return next(k for k, (start, stop) in enumerate(self.cluster.spans) if start <= rank < stop)
-
-    def kind_of(self, rank: int) -> Kind:
-        return self.cluster.kinds[self.number_of(rank)]
-
 
 def prepared(graph: Graph, cluster: Cluster, budget_s: float) -> DryRun | None:
     """What to run dry; None where it does not fit into memory or time, or was hardly measured, and then for everyone.
@@ -287,7 +280,7 @@ def prepared_alone(dry: DryRun, rank: int, budget_s: float) -> DryRun | None:
     """The whole batch on this device by itself; None where that does not fit into memory or time, or is the same."""
     if dry.cluster.devices == 1:
         return None
-    kind = dry.kind_of(rank)
+    kind = dry.cluster.device_kinds[rank]
     alone = replace(dry.cluster, kinds=(replace(kind, nodes=1, count=1),))
     found = _laid_out(dry.book, alone)
     return found if found is not None and _fits(found) and _in_time([expected_calls(found, 0)], budget_s) else None
@@ -297,7 +290,7 @@ def _laid_out(book: RuleBook, cluster: Cluster) -> DryRun | None:
     """Data parallelism with shares by speed, or one device alone, where nobody knows of links."""
     graph = book.graph
     cluster = replace(cluster, within=_SLOW, between=_SLOW, collectives=(), pairs=())
-    speeds = [kind.speed for kind in cluster.kinds for _ in range(kind.devices)]
+    speeds = [kind.speed for kind in cluster.device_kinds]
     shares = Shares(tuple(speed / sum(speeds) for speed in speeds))
     costs = Costs(graph, cluster, optimizer_named("sgd"))
     bare = Costs(graph, without_overhead(cluster), costs.optimizer)
@@ -326,7 +319,7 @@ def _in_time(everyone: Sequence[Expected], budget_s: float) -> bool:
 
 
 def _has_some(dry: DryRun, rank: int) -> bool:
-    """With an empty piece of the batch there is no step to speak of."""
+    """Whether a rank has some of the batch: without, there is no step to speak of."""
     graph, placed = dry.program.graph, dict(dry.program.leaves)
     shards = [(placed[leaf.value.name], leaf.value.shape) for leaf in graph.leaves if placed[leaf.value.name].is_shard]
     return all(pieces_of(placement, shape, dry.shares)[rank] for placement, shape in shards)
@@ -367,7 +360,7 @@ def packing_of(dry: DryRun, step_s: float) -> float:
 
 
 def predicted_s(dry: DryRun, packing: float) -> float:
-    """Of a pass there and back."""
+    """Seconds of a pass there and back, as predicted."""
     cluster = replace(dry.cluster, packing=packing)
     costs = Costs(dry.program.graph, cluster, optimizer_named("sgd"))
     schedule = lower(dry.program, Decisions(dry.bucket_bytes))

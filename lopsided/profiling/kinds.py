@@ -19,6 +19,7 @@ import torch
 
 from lopsided.cluster.coefficients import KIND, coefficient
 from lopsided.cluster.devices import Kind, Measured
+from lopsided.comm.backend_choice import NO_NCCL, Nccl, nccl_here
 from lopsided.comm.recorder import hardware_of
 from lopsided.profiling.noise import noise, typical
 from lopsided.profiling.op_times import OpJob, Speeds
@@ -40,7 +41,8 @@ class RankHost:
     memory_bytes: int  # of the GPU or the host, what no other program holds
     speeds: Speeds
     host_bytes_per_s: float = 0.0  # between the GPU and its host's memory
-    host_memory_bytes: int = 0  # what is left of it
+    host_memory_bytes: int = 0  # what is left of the host's memory
+    nccl: Nccl = NO_NCCL
 
 
 def seat_of(device: torch.device, speeds: Speeds, host_bytes_per_s: float = 0.0) -> RankHost:
@@ -50,7 +52,7 @@ def seat_of(device: torch.device, speeds: Speeds, host_bytes_per_s: float = 0.0)
         facts = torch.cuda.get_device_properties(device)
         serial = str(getattr(facts, "uuid", torch.cuda.current_device() if device.index is None else device.index))
         about = (platform.node(), identity, facts.name, serial, _free_on_gpu(device), speeds)
-        return RankHost(*about, host_bytes_per_s, free_memory())
+        return RankHost(*about, host_bytes_per_s, free_memory(), nccl_here())
     return RankHost(platform.node(), identity, hardware_of(device), "", free_memory(), speeds)
 
 
@@ -219,7 +221,8 @@ def chip_of(seat: RankHost) -> tuple[str, ...]:
 
 
 def memory_of(seat: RankHost, seats: Sequence[RankHost]) -> int:
-    """Of one process, to the MiB: those without a GPU share what their host has left, those on one GPU its memory."""
+    """The memory of one process, to the MiB: those without a GPU share what their host has left, those on one GPU its
+    memory."""
     same = [s for s in seats if chip_of(s) == chip_of(seat)]
     return max(min(s.memory_bytes for s in same) // len(same) // 2**20, 1) * 2**20
 

@@ -101,7 +101,7 @@ class ControlGroup:
         return self._agreed([seconds], dist.ReduceOp.MAX)[0]
 
     def mean(self, seconds: Sequence[float]) -> list[float]:
-        """Of each, the mean of what everyone has found; equal everywhere."""
+        """The mean of each number over all ranks; equal everywhere."""
         everyone = dist.get_world_size(self.group) if self.group is not None else 1
         return [total / everyone for total in self._agreed(seconds, dist.ReduceOp.SUM)]
 
@@ -123,11 +123,11 @@ class ControlGroup:
         return heard
 
     def gather(self) -> None:
-        """Until all are here."""
+        """Wait until all are here."""
         self.slowest(0.0)
 
     def meet(self, meanwhile: Callable[[], object]) -> None:
-        """Until all are here. Who comes early works on, or the last would measure a machine that is empty."""
+        """Wait until all are here. Who comes early works on, or the last would measure a machine that is empty."""
         if self.group is None:
             return
         arriving = dist.barrier(group=self.group, async_op=True)
@@ -195,7 +195,7 @@ def _noise_of_fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], noi
 
 @dataclass(frozen=True, slots=True)
 class Talkers:
-    """Who talks over what, how they agree, and what they send."""
+    """Processes that talk: over what, how they agree, and what they send."""
 
     communicator: Communicator
     council: ControlGroup

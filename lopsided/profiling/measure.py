@@ -137,7 +137,7 @@ class Measurement:
 
     @property
     def op_noise(self) -> float:
-        """Of all calls together, the long ones counting more."""
+        """The noise of all calls together, the long ones counting more."""
         total = sum(line.step_s for line in self.lines)
         return sum(line.noise * line.step_s for line in self.lines) / total if total else 0.0
 
@@ -177,7 +177,8 @@ def take_measurement(
         raise InputError(f"{budget_s} s are no time to measure in", do="give budget_s in seconds, for example 20")
     started = time.perf_counter()
     graphs = (graph,) if isinstance(graph, Graph) else tuple(graph)
-    with council_of(group) as council, undisturbed(device):
+    council = council_of(group)
+    with undisturbed(device):
         devices = _measure_devices(graphs, device, council, optimizers, dtypes, budget_s, progress)
         seats, parts = devices.seats, devices.parts
         ranks = len(seats)
@@ -315,8 +316,8 @@ def _measure_devices(
 
 
 def _calibrated(devices: _Devices, steps: StepMeasurements) -> tuple[_Devices, tuple[float, ...]]:
-    """With calls that add up to whole steps, where these are known; and how many times as long as its calls one by one
-    each rank's step took."""
+    """Devices with calls that add up to whole steps, where these are known; and how many times as long as its calls one
+    by one each rank's step took."""
     if not steps.observed:
         return devices, ()
     ranks = Cluster("ranks", "", rank_kinds(devices.seats, devices.found), _UNKNOWN, _UNKNOWN)
@@ -334,7 +335,8 @@ def _contentions(
     steps: StepMeasurements,
     budget_s: float,
 ) -> tuple[float, ...]:
-    """Of each rank, by whole steps, or by calls where no step was run; nothing, where nobody shares a chip."""
+    """The contention of each rank, by whole steps, or by calls where no step was run; nothing where nobody shares a
+    chip."""
     if not shared_chips(devices.seats):
         return ()
     by_calls = measure_contention(graphs, device, council, devices.seats, devices.found, devices.jobs, budget_s)

@@ -31,7 +31,7 @@ _LARGEST = 4096
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

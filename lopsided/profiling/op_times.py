@@ -28,8 +28,9 @@ from lopsided.errors import LopsidedError
 from lopsided.executor.randomness import RankRandomness
 from lopsided.ir.graph import DTYPES, Graph, Node, Value, signature
 from lopsided.ir.notation import Rule
-from lopsided.ir.op_call import call_op, filled, resolve_op, surroundings
-from lopsided.ir.placement import I, Placement
+from lopsided.ir.op_call import call_op, filled, listed, resolve_op, surroundings
+from lopsided.ir.placement import Placement
+from lopsided.ir.program import whole_rule
 from lopsided.ops import describe
 from lopsided.ops.derive import call_rules, describe_call
 from lopsided.ops.op import Call, Local
@@ -165,7 +166,7 @@ def measure_speeds(dtypes: Iterable[str], device: torch.device, lasting_s: float
 
 
 def _bytes_per_s(device: torch.device, lasting_s: float) -> float:
-    """Of a sum: two are read, one is written. Larger than caches, and small beside any memory to train in."""
+    """Measured by a sum: two are read, one is written. Larger than caches, and small beside any memory to train in."""
     big = torch.ones(2**27 if device.type == "cuda" else 2**23, device=device)
     other, into = torch.ones_like(big), torch.empty_like(big)
     # In place: what a page costs that is touched for the first time is no matter of bytes.
@@ -174,7 +175,7 @@ def _bytes_per_s(device: torch.device, lasting_s: float) -> float:
 
 
 def _flops_per_s(dtype: torch.dtype, device: torch.device, lasting_s: float) -> float:
-    """Of a product of square matrices, as large as one can be run several times in the time given."""
+    """Measured by a product of square matrices, as large as one can be run several times in the time given."""
     size, best = 256, 1.0
     while size <= 8192:
         a, b = torch.ones(size, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
@@ -225,13 +226,13 @@ def distinct_calls(graphs: Sequence[Graph]) -> tuple[Distinct, ...]:
     found = []
     for text, variants in made.items():
         number, node = max(variants.values(), key=len)[0]
-        call = Call(node, tuple(graphs[number].values[name] for name in node.operands))
+        call = Call.of(node, graphs[number].values)
         found.append(Distinct(text, call, work_of(call), sum(map(len, variants.values())), number))
     return tuple(found)
 
 
 def forward_flops(graph: Graph) -> int:
-    """Of a forward pass of the whole batch."""
+    """FLOPs of a forward pass of the whole batch."""
     return sum(distinct.times * distinct.work.forward_flops for distinct in distinct_calls((graph,)))
 
 
@@ -268,22 +269,20 @@ class OpJob:
 
     @property
     def bytes(self) -> int:
-        """Of its operands and results."""
-        call, total = self.distinct.call, 0
-        placed = [*zip(self.rule.needs, call.operands, strict=True)]
-        for placement, value in (*placed, *zip(self.rule.gives, call.node.results, strict=True)):
-            total += math.prod(placement.local_shape(value.shape, self.pieces, 0)) * value.torch_dtype.itemsize
-        return total
+        """The bytes of its operands and results."""
+        return sum(
+            math.prod(placement.local_shape(value.shape, self.pieces, 0)) * value.torch_dtype.itemsize
+            for placement, value in self.distinct.call.placed(self.rule)
+        )
 
 
 def _shards(call: Call, rule: Rule) -> list[tuple[Placement, Value]]:
-    placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
-    return [(placement, value) for placement, value in placed if placement.is_shard]
+    return [(placement, value) for placement, value in call.placed(rule) if placement.is_shard]
 
 
 def _cut_of(call: Call) -> tuple[Rule, int]:
     """The rule by which a call is cut, and into how many units: by its first dim, where it can be, as a batch is."""
-    whole = Rule((I,) * len(call.operands), (I,) * len(call.node.results))
+    whole = whole_rule(call.node)
     try:
         if describe_call(call) is None:
             return whole, 1  # to find out would take longer than to measure
@@ -393,14 +392,14 @@ def layouts_of(graph: Graph) -> dict[str, tuple[int, ...]]:
         try:
             with torch.no_grad(), surroundings(node.context):
                 out = call_op(node, [tensors[name] for name in node.operands], meta)
-            made = list(out) if isinstance(out, tuple | list) else [out]
+            made = listed(out)
         except REFUSED:
             made = []  # what comes after is laid out as if this were contiguous
         if [tuple(t.shape) for t in made] != [value.shape for value in node.results]:
             made = [torch.empty(value.shape, dtype=value.torch_dtype, device=meta) for value in node.results]
         for value, tensor in zip(node.results, made, strict=True):
             tensors[value.name] = tensor
-            order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+            order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
             if order != list(range(tensor.dim())):
                 found[value.name] = tuple(order)
     return found
@@ -500,7 +499,7 @@ class _Forward:
         else:
             with self.once():
                 out = self.run()
-        return list(out) if isinstance(out, tuple | list) else [out]  # type: ignore[list-item]
+        return listed(out)
 
 
 def _prepared(job: OpJob, layouts: Layouts, device: torch.device, once: Callable[[], ExitStack]) -> _Forward:

@@ -42,7 +42,7 @@ from lopsided.comm.communicator import Handle
 from lopsided.ir.graph import Graph
 from lopsided.profiling.kinds import Found, RankHost, chip_of
 from lopsided.profiling.links import ControlGroup, Talkers
-from lopsided.profiling.noise import BackgroundLoad, typical
+from lopsided.profiling.noise import BackgroundLoad, typical, wait_for
 from lopsided.profiling.op_times import OpJob, layouts_of, run_job, samples_of
 
 LARGEST_BYTES = 16 * 2**20
@@ -89,8 +89,7 @@ def measure_overlap(talkers: Talkers, size_bytes: int, budget_s: float) -> Overl
 def _alone(handle: Handle, device: torch.device) -> float:
     started = time.perf_counter()
     handle.wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return time.perf_counter() - started
 
 
@@ -191,7 +190,7 @@ def shared_chips(seats: Sequence[RankHost]) -> tuple[tuple[int, ...], ...]:
 
 
 def contention_of(alone: Sequence[float], together: Sequence[float]) -> float:
-    """From seconds of the same work, round by round; 1 where there are none.
+    """Contention from seconds of the same work, round by round; 1 where there are none.
 
     >>> contention_of([1.0, 1.0, 9.0], [1.5, 1.5, 1.5]), contention_of([1.0], [0.9]), contention_of([], [1.0])
     (1.5, 1.0, 1.0)
@@ -222,7 +221,7 @@ def arranged(jobs: Sequence[OpJob], found: Sequence[Found], ranks: int, budget_s
     longest_s = max(budget_s / (ranks + 1), _SHORTEST_S)
 
     def takes(job: OpJob) -> float:
-        """On the slowest."""
+        """Seconds on the slowest rank."""
         return max(table[job.key].forward_s + (table[job.key].backward_s or 0.0) for table in found)
 
     def needs(job: OpJob) -> float:

@@ -82,7 +82,7 @@ def standard(dtype: str | None, batch: int | None) -> ProfileRequest:
 
 
 def take_profile(wanted: ProfileRequest, progress: Progress = lambda done, total: None) -> Measurement:
-    """In every process of the world: rank 0's measurement, the same in all."""
+    """Rank 0's measurement, the same in every process of the world. All of them call this."""
     device = begin()
     return take_measurement(
         wanted.graphs,
@@ -107,7 +107,7 @@ def is_first() -> bool:
 def profile_here(
     wanted: ProfileRequest, processes: int = 0, progress: Progress = lambda done, total: None
 ) -> Measurement:
-    """This machine: every GPU, or the CPU; or so many processes."""
+    """Profile this machine: every GPU, or the CPU; or so many processes."""
     many = processes or max(torch.cuda.device_count(), 1)
     if many == 1:
         return take_profile(wanted, progress)
@@ -168,8 +168,10 @@ _OLD_S = 30 * 24 * 3600.0
 _LOOK_S = 0.05
 _LOOK_BYTES = 2**20
 _LOOKS = 5
-_GLANCES = 3  # before something is called changed: a busy moment is none
-_SPEED_OFF, _LINK_OFF = 1.4, 2.0  # times as fast or as slow: not the same hardware any more
+# Looks before something is said to have changed: one may fall on a busy moment.
+_GLANCES = 3
+# A device 1.4 times as fast or as slow, or a link twice, is not the hardware it was.
+_SPEED_OFF, _LINK_OFF = 1.4, 2.0
 _MORE = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 _MEASURED_AS = 6
@@ -190,7 +192,6 @@ def cache_folder() -> Path | None:
 def measure_once(
     graph: Graph,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
     *,
     optimizers: Sequence[str] = (),
     budget_s: float = 20.0,
@@ -204,22 +205,22 @@ def measure_once(
     """
     folder = cache_folder() if cache else None
     seconds = f"measuring the devices for about {budget_s:g} s"
-    with council_of(group) as council:
-        facts = council.hear((_facts(device), folder is not None))
-        if not all(is_on for _, is_on in cast(list[tuple[object, bool]], facts)):
-            told(seconds)
-            return measure(graph, device, group, optimizers=optimizers, budget_s=budget_s, progress=progress)
-        name = digest([_MEASURED_AS, list(facts), torch.__version__, graph.fingerprint, list(optimizers), budget_s])
-        # Rank 0's file: the others' homes may be other ones.
-        text, *_ = council.hear(read(folder, name) if folder is not None else "")
-        found = _parsed(cast(str, text))
-        known = found is not None and found.devices == len(facts)
-        if found is not None and known and _holds(found, device, group, council):
-            told(f"the devices are as they were measured before ({CACHE_VARIABLE}=0 measures anew)")
-            return found
+    council = council_of(None)
+    facts = council.hear((_facts(device), folder is not None))
+    if not all(is_on for _, is_on in cast(list[tuple[object, bool]], facts)):
+        told(seconds)
+        return measure(graph, device, optimizers=optimizers, budget_s=budget_s, progress=progress)
+    name = digest([_MEASURED_AS, list(facts), torch.__version__, graph.fingerprint, list(optimizers), budget_s])
+    # Rank 0's file: the others' homes may be other ones.
+    text, *_ = council.hear(read(folder, name) if folder is not None else "")
+    found = _parsed(cast(str, text))
+    known = found is not None and found.devices == len(facts)
+    if found is not None and known and _holds(found, device, council):
+        told(f"the devices are as they were measured before ({CACHE_VARIABLE}=0 measures anew)")
+        return found
     told(f"{seconds}: they are not as fast as they were before" if known else seconds)
-    cluster = measure(graph, device, group, optimizers=optimizers, budget_s=budget_s, progress=progress)
-    if folder is not None and (council.group is None or dist.get_rank(council.group) == 0):
+    cluster = measure(graph, device, optimizers=optimizers, budget_s=budget_s, progress=progress)
+    if folder is not None and council.rank == 0:
         keep(folder, name, cluster.text())
     return cluster
 
@@ -237,6 +238,7 @@ def _facts(device: torch.device) -> list[object]:
         cores,
         quota_of_processors(),
         backend,
+        str(seat.nccl),
         [os.environ.get(name, "") for name in _MORE],
     ]
 
@@ -281,10 +283,9 @@ def _parsed(text: str) -> Cluster | None:
 # Is it still so?
 
 
-def _holds(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None, council: ControlGroup) -> bool:
+def _holds(cluster: Cluster, device: torch.device, council: ControlGroup) -> bool:
     """Whether a short look at every device and at the links agrees with the file; the same answer on all ranks."""
-    rank = dist.get_rank(council.group) if council.group is not None else 0
-    kind = next(kind for kind, (_, stop) in zip(cluster.kinds, cluster.spans, strict=True) if rank < stop)
+    kind = cluster.device_kinds[council.rank]
     dtype = kind.flops_per_s[0][0]
     for _ in range(_GLANCES):
         council.gather()
@@ -296,7 +297,7 @@ def _holds(cluster: Cluster, device: torch.device, group: dist.ProcessGroup | No
         return False
     if council.group is None:
         return True
-    talkers = talkers_of(cluster, device, group, council)
+    talkers = talkers_of(cluster, device, council)
     flat = torch.zeros(_LOOK_BYTES // 4, device=device)
 
     def talk() -> torch.Tensor:

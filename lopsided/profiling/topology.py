@@ -7,8 +7,7 @@ and sending cost each other (`with_links`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from lopsided.cluster.cluster import Cluster
 from lopsided.cluster.collectives import Network
 from lopsided.cluster.devices import Link
+from lopsided.comm.backend_choice import choose_backend
 from lopsided.comm.communicator import Communicator
 from lopsided.comm.world import lasting_group, patience_s
 from lopsided.ir.graph import Graph
@@ -37,17 +37,10 @@ _PATIENCE_S = 300.0
 _SKEWED = 1.25
 
 
-@contextmanager
-def council_of(group: dist.ProcessGroup | None) -> Iterator[ControlGroup]:
+def council_of(group: dist.ProcessGroup | None) -> ControlGroup:
     """A group of its own to agree over, which needs no GPU."""
-    if not dist.is_initialized():
-        yield ControlGroup(None)
-        return
-    ranks = dist.get_process_group_ranks(_whole(group))
-    if len(ranks) == 1:
-        yield ControlGroup(None)
-        return
-    yield ControlGroup(_group_of(ranks, "gloo", "council", _whole(group)))
+    ranks = dist.get_process_group_ranks(_whole(group)) if dist.is_initialized() else [0]
+    return ControlGroup(_group_of(ranks, "gloo", "council", _whole(group)) if len(ranks) > 1 else None)
 
 
 def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -55,9 +48,8 @@ def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _backend(seats: Sequence[RankHost]) -> str:
-    """What training will talk over: NCCL where every process has a GPU of its own, gloo otherwise."""
-    gpus = {chip_of(seat) for seat in seats if seat.gpu}
-    return "nccl" if len(gpus) == len(seats) and dist.is_nccl_available() else "gloo"
+    """What training will talk over."""
+    return choose_backend([chip_of(seat) if seat.gpu else "" for seat in seats], [seat.nccl for seat in seats]).name
 
 
 def group_to_talk(group: dist.ProcessGroup | None, seats: Sequence[RankHost]) -> dist.ProcessGroup:
@@ -65,12 +57,10 @@ def group_to_talk(group: dist.ProcessGroup | None, seats: Sequence[RankHost]) ->
     return _group_of(dist.get_process_group_ranks(whole), _backend(seats), "talk", whole)
 
 
-def talkers_of(
-    cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None, council: ControlGroup
-) -> Talkers:
-    """All of a group, ready to talk as they would in training."""
+def talkers_of(cluster: Cluster, device: torch.device, council: ControlGroup) -> Talkers:
+    """All processes, ready to talk as they would in training."""
     seats = cast(list[RankHost], council.hear(seat_of(device, Speeds((), 0.0, 0.0))))
-    return Topology(group_to_talk(group, seats), council, device, torch.float32, 0, 0.0).talkers(cluster)
+    return Topology(group_to_talk(None, seats), council, device, torch.float32, 0, 0.0).talkers(cluster)
 
 
 def _group_of(ranks: Sequence[int], backend: str, use: str, whole: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -154,7 +144,7 @@ def with_links(
 
 
 def _overlap(talkers: Talkers, reduce: Link, budget_s: float) -> Overlap:
-    """With as much as takes an eighth of the time there is, so that it can be sent several times."""
+    """Measure overlap with as much as takes an eighth of the time, so that it can be sent several times."""
     fitting = max(budget_s / 8 - reduce.latency_s, 0.0) * reduce.bytes_per_s
     return measure_overlap(talkers, int(min(max(fitting, SMALLEST_BYTES), LARGEST_BYTES)), budget_s)
 

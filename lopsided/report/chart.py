@@ -52,7 +52,7 @@ class ChartBlock:
     collective: str = ""
     way: str = ""
     whole_bytes: int = 0
-    awaits: str = ""  # of waiting: for whom
+    awaits: str = ""  # whom a device waits for
 
     @property
     def seconds(self) -> float:
@@ -83,7 +83,7 @@ class Chart:
 
     @property
     def phases(self) -> tuple[tuple[str, float, float], ...]:
-        """From when to when each lasts, on the slowest device."""
+        """When each phase begins and ends on the slowest device."""
         ends = (0.0, self.forward_s, self.forward_s + self.backward_s, self.step_s)
         return tuple((phase, start, end) for phase, (start, end) in zip(PHASES, pairwise(ends), strict=True))
 

@@ -28,7 +28,7 @@ from lopsided.planner.baselines import STATE
 from lopsided.planner.plan_data import Plan
 from lopsided.report.table import NUMBERS, pattern_of, ranged, skeleton, told_apart
 from lopsided.schedule import timeline
-from lopsided.schedule.cost import Costs, OpCost, Scale, Transfer, cut_of, optimizer_named
+from lopsided.schedule.cost import OpCost, Scale, Transfer, cut_of
 from lopsided.schedule.decisions import BUCKET_BYTES
 
 LONGEST_PERIOD = 512
@@ -111,10 +111,10 @@ class _Priced:
 
     def __init__(self, plan: Plan) -> None:
         self.program, self.graph = plan.program, plan.graph
-        self.costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
+        self.costs = plan.costs()
         self.scale = Scale(plan.on, plan.shares)
         self.leaves = {leaf.value.name: leaf for leaf in self.graph.leaves}
-        self.parameters = {leaf.value.name for leaf in self.graph.parameters}
+        self.parameters = self.graph.parameter_names
         self.sent_for = plan.schedule.sent_for
         self.schedule = plan.schedule
         self.optimizer_name = plan.optimizer
@@ -219,7 +219,7 @@ class TimedStep:
 
 def timed(plan: Plan) -> TimedStep:
     """The step as the planner sees it."""
-    costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
+    costs = plan.costs()
     priced = plan.priced(costs)
     # Kinds may share a name, or be called "network": numbers tell them apart.
     numbered = tuple(replace(kind, name=f"kind {k}") for k, kind in enumerate(plan.on.kinds))

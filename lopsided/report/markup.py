@@ -255,7 +255,8 @@ _MOST_BLOCKS = 6000
 """In a page: with more, neighbours that are too short to be seen become one."""
 _MOST_MEASURED = 16
 """Devices of a run that have a strip of their own."""
-_LANE, _NETWORK, _ROW = 26, 12, 15  # heights
+# Heights of lanes and rows in pixels.
+_LANE, _NETWORK, _ROW = 26, 12, 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +440,7 @@ def layer_of(module: str) -> str:
 
 
 def layers_of(strip: Strip) -> list[tuple[str, float, float]]:
-    """From when to when which layer computes. What belongs to none is part of what is before it."""
+    """The layers in order, and when each computes. What belongs to none is part of what is before it."""
     found: list[tuple[str, float, float]] = []
     for block in strip.blocks:
         if block.doing != COMPUTE or block.phase == OPTIMIZER:

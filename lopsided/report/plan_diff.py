@@ -19,6 +19,7 @@ from lopsided.ir.program import Step
 from lopsided.planner.plan_data import Plan
 from lopsided.report.listing import device_rows, parameters_of, short_op
 from lopsided.report.table import DATA, Column, Row, Table, bytes_text, pattern_of, seconds_text, share_text, skeleton
+from lopsided.schedule.decisions import LEVELS
 
 NONE = "–"
 _TITLES = {
@@ -104,11 +105,13 @@ def _facts(plan: Plan) -> Iterator[tuple[_Fact, str]]:
         yield _Fact("step", f"  {key.removesuffix('_s')}"), seconds_text(seconds)
     yield _Fact("options", "optimizer"), plan.optimizer
     yield _Fact("options", "parameters gathered again"), "yes" if plan.regather else "no"
-    yield _Fact("options", "blocks that run again"), str(sum(rerun.level != "chunked" for rerun in plan.reruns))
+    yield _Fact("options", "blocks that run again"), str(sum(one.level in LEVELS for one in plan.reruns))
+    yield _Fact("options", "blocks that save in host memory"), str(sum(one.level == "offload" for one in plan.reruns))
     rows = [f"{rerun.rows:,}" for rerun in plan.reruns if rerun.level == "chunked"]
     yield _Fact("options", "rows of a loss at a time"), ", ".join(rows) or "all"
     where = [f"{one.percent} % on {plan.on.kinds[one.kind].name}" for one in plan.on_host]
     yield _Fact("options", "state in host memory"), ", ".join(where) or "none"
+    yield _Fact("options", "bits of optimizer state"), str(plan.state_bits or "as it is")
     yield _Fact("options", "rounds of the batch"), str(plan.microbatches)
     yield _Fact("options", "sent at a time"), bytes_text(plan.bucket_bytes)
     yield _Fact("devices", "devices used"), str(len(plan.devices))

@@ -56,11 +56,12 @@ from lopsided.report.table import (
     times,
 )
 from lopsided.schedule.cost import Scale, optimizer_named
-from lopsided.schedule.decisions import LEVELS
+from lopsided.schedule.decisions import REGION_LEVELS
 from lopsided.schedule.host_state import host_bytes_per_kind
 from lopsided.schedule.schedule import GatherBucket
 
-_UNLIMITED = 10**6  # columns: what `--full` prints is not cut off
+# Columns: what `--full` prints is not cut off.
+_UNLIMITED = 10**6
 _LABEL = 30
 """The widest label that leaves room for its row; longer ones have a line of their own."""
 
@@ -363,22 +364,28 @@ def rerun_lines(plan: Plan) -> list[str]:
     ]
     again = [rerun for rerun in plan.reruns if rerun.level != "chunked"]
     for (level, kinds), group in itertools.groupby(
-        sorted(again, key=lambda one: (LEVELS.index(one.level), one.kinds)),
+        sorted(again, key=lambda one: (REGION_LEVELS.index(one.level), one.kinds)),
         key=lambda one: (one.level, one.kinds),
     ):
         count = len([*group])
         on = f" on {' and '.join(plan.on.kinds[k].name for k in kinds)}" if kinds else ""
         blocks = f"{count} block{'s' if count > 1 else ''} of the model"
+        if level == "offload":
+            found.append(f"what {blocks} save{'' if count > 1 else 's'} goes to the memory of the host and back{on}")
+            continue
         found.append(f"of {blocks}, {words[level]} runs again in the backward pass in place of being kept{on}")
     return found
 
 
 def host_lines(plan: Plan) -> list[str]:
-    """How much optimizer state devices keep in the memory of their hosts, and what that takes."""
-    if not plan.on_host:
-        return []
-    kept = host_bytes_per_kind(plan.schedule, optimizer_named(plan.optimizer), Scale(plan.on, plan.shares))
+    """In how many bits optimizer state is kept, and how much of it devices keep in the memory of their hosts."""
     found = []
+    if plan.state_bits:
+        coded = sum(update.bits > 0 for update in plan.schedule.update)
+        found.append(f"optimizer state of {coded:,} parameters is kept in {plan.state_bits} bits, as it was allowed")
+    if not plan.on_host:
+        return found
+    kept = host_bytes_per_kind(plan.schedule, optimizer_named(plan.optimizer), Scale(plan.on, plan.shares))
     for one in plan.on_host:
         kind = plan.on.kinds[one.kind]
         size = f"{bytes_text(kept[one.kind])}{' each' if kind.devices > 1 else ''}"
@@ -510,6 +517,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "reruns": [str(rerun) for rerun in plan.reruns],
         "on_host": [str(one) for one in plan.on_host],
         "microbatches": plan.microbatches,
+        "state_bits": plan.state_bits,
         "step_s": plan.step_s,
         "breakdown": asdict(plan.breakdown),
         "baselines": by_name(replace(baselines, rows=baselines.rows[1:]), "step_s"),

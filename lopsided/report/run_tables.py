@@ -145,7 +145,8 @@ def comparison_json(found: Comparison) -> dict[str, object]:
 
 _CALLS = 8
 _WORST = 3
-_BAD = 0.1  # an error that is worth naming
+# An error that is worth naming.
+_BAD = 0.1
 _CROWDED = 1.02
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from lopsided.errors import InputError, PlanError, WorldError
 from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
+from lopsided.planner.allowed import EIGHT_BIT_STATE, allowed
 from lopsided.planner.plan_data import Plan
 from lopsided.planner.plan_file import load_plan, parse_plan, plan_text
 from lopsided.planner.planner import plan_rivals
@@ -37,7 +38,6 @@ from lopsided.profiling.profile import measure_once
 from lopsided.runtime.calls.shapes import Lengths, lengths_of
 from lopsided.runtime.progress import Announcer
 from lopsided.schedule.rounds import in_rounds
-from lopsided.schedule.stretches import most_nodes
 
 PLAN_VARIABLE = "LOPSIDED_PLAN"
 """The environment variable with the path of the plan, set by `lopsided run`."""
@@ -46,14 +46,17 @@ ELASTIC_VARIABLE = "LOPSIDED_ELASTIC"
 """Set to 1 by `lopsided run --elastic`: the plan is a wish, and another is made where other devices are there."""
 
 
-_BRIEFLY_S = 5.0  # to measure devices that were not planned for: the run stands still meanwhile
+# Devices that were not planned for are measured for five seconds at most: the run stands still meanwhile.
+_BRIEFLY_S = 5.0
 
 MEASURED_S, MEASURED_IF_SMALL_S = 20.0, 5.0
 """How long devices are measured, unless the caller says it."""
 
-_SMALL_FLOPS = 1e10  # of a forward pass: about a second on a slow core
+# A model is small if its forward pass has fewer FLOP: about a second on a slow core.
+_SMALL_FLOPS = 1e10
 
-_LOOK_S, _FAR_OFF = 0.05, 4.0  # a busy host may be half as fast for a moment
+# A speed is looked at for 0.05 s, and told of if it is four times off: a busy host may be half as fast for a moment.
+_LOOK_S, _FAR_OFF = 0.05, 4.0
 
 
 def agreed_plans(
@@ -67,13 +70,18 @@ def agreed_plans(
     tell: Announcer,
     shapes: Callable[[], Sequence[tuple[Graph, float]]] = lambda: (),
     microbatches: int | None = None,
+    allow: Iterable[str] = (),
 ) -> tuple[Plan, ...]:
     """Rank 0's plans, on every rank; refused unless they are for this graph. One that is given is the only one; else
-    the best comes first, and at the most so many are made, all in `microbatches` rounds if that is given."""
+    the best comes first, and at the most so many are made, all in `microbatches` rounds if that is given, and with
+    techniques that change numbers only as `allow` has them."""
+    may = allowed(allow)
     if plan is None and cluster is None and (path := os.environ.get(PLAN_VARIABLE)):
         plan = path
     if plan is not None and os.environ.get(ELASTIC_VARIABLE) == "1":
+        wished = plan
         plan, cluster = _wish(plan, graph, device, tell)
+        may |= _allowed_before(wished, graph.namespaces) if plan is None else frozenset()
         measure_s = _BRIEFLY_S if measure_s is None else min(measure_s, _BRIEFLY_S)
     if plan is not None and most > 1:
         raise InputError(
@@ -96,10 +104,15 @@ def agreed_plans(
                         f"a plan for several lengths is wanted in {microbatches} rounds",
                         do="leave out batches= or microbatches=",
                     )
+                if may:
+                    raise InputError(
+                        f"a plan for several lengths keeps all state as it is, and {min(may)} is allowed",
+                        do="leave out batches= or allow=",
+                    )
                 graphs, often = zip(*others, strict=True)
                 plans = (plan_for_shapes((graph, *graphs), (0.0, *often), where, optimizer=optimizer),)
             else:
-                plans = plan_rivals(graph, where, most, optimizer=optimizer, microbatches=microbatches)
+                plans = plan_rivals(graph, where, most, optimizer=optimizer, microbatches=microbatches, allow=may)
         if microbatches not in (None, plans[0].microbatches):
             raise PlanError(
                 f"the plan has {rounds_text(plans[0].microbatches)} of the batch, and {microbatches} are asked for",
@@ -152,6 +165,15 @@ def _wish(
     return given, None
 
 
+def _allowed_before(plan: Plan | str | Path, namespaces: Collection[str]) -> frozenset[str]:
+    """What whoever made a plan has allowed, as far as it is used: one in its place may use it too."""
+    if isinstance(plan, Plan):
+        bits = plan.state_bits
+    else:
+        bits = int(from_first(lambda: str(load_plan(plan, namespaces).state_bits)))
+    return frozenset((EIGHT_BIT_STATE,)) if bits else frozenset()
+
+
 def agreed_lengths(batch: object, batches: Iterable[object], tell: Announcer) -> Lengths:
     """Rank 0's batches decide, and only rank 0 looks at them."""
 
@@ -191,7 +213,7 @@ def strange_speeds(plan: Plan, world: World) -> str:
 
     A glance at one product each, so only what is far off is told.
     """
-    kinds = [kind for kind in plan.on.kinds for _ in range(kind.devices)]
+    kinds = plan.on.device_kinds
     kind = kinds[world.order[world.place]] if world.takes_part else kinds[0]
     dtype = kind.flops_per_s[0][0]
     now = dict(measure_speeds((dtype,), world.device, _LOOK_S).flops_per_s)[dtype]
@@ -257,9 +279,8 @@ def compiled_where_wanted(plans: Sequence[Plan], compile: bool | None, device: t
         dist.all_reduce(gpus, dist.ReduceOp.MAX, group=group_to_talk())
     found = []
     for plan in plans:
-        most = plan.stretch or most_nodes(plan.on.devices, len(plan.program.steps))
         on = wanted == str(True) or (wanted == str(None) and (plan.stretch > 0 or bool(gpus.item())))
-        found.append(replace(plan, stretch=most if on else 0))
+        found.append(plan.compiled() if on else replace(plan, stretch=0))
     return tuple(found)
 
 
@@ -275,8 +296,7 @@ def cuts_of(program: Program) -> Iterator[tuple[Placement, tuple[int, ...]]]:
         if placement.is_shard:
             yield placement, values[name].shape
     for step in program.steps:
-        placed = [*zip(step.node.operands, step.chains, strict=True)]
-        placed += [(v.name, (give,)) for v, give in zip(step.node.results, step.rule.gives, strict=True)]
+        placed = [*step.taken, *((name, (give,)) for name, give in step.made)]
         for name, chain in placed:
             yield from ((p, values[name].shape) for p in chain if p.is_shard)
 

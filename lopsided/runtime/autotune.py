@@ -70,8 +70,8 @@ def quickest(
     """
     if not plans:
         raise PlanError("there are no plans to try", do="give at least one")
-    with council_of(None) as council, undisturbed(device):
-        stage = _Stage(device, council, timeout_s, progress)
+    with undisturbed(device):
+        stage = _Stage(device, council_of(None), timeout_s, progress)
         trials = stage.tried(plans) if len(plans) > 1 else []
         chosen = chosen_by(trials) if trials else plans[0]
         again = stage.balanced(chosen)
@@ -97,7 +97,7 @@ def _nearest(chosen: Plan, trials: Sequence[TriedPlan]) -> list[Plan]:
 
 
 def _noted(plan: Plan, trials: Sequence[TriedPlan]) -> Plan:
-    """With a note of what it took, and what others did."""
+    """The plan with a note of what it took, and what others did."""
     took = next((one.seconds for one in trials if one.plan is plan), math.inf)
     if not math.isfinite(took):
         return plan

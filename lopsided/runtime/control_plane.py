@@ -1,4 +1,4 @@
-"""What state and checkpoints need of a parallel module, and how its processes agree.
+"""How the processes of a parallel module agree on its state.
 
 In: a parallel module. Out: `ControlPlane`, once for each module: groups of processes apart from training, in which all
 raise what one of them refuses. Every rank of the world is in them, bystanders too, so their ranks are the global ones.
@@ -9,65 +9,24 @@ one to itself, since collectives of two threads must not mix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lopsided.comm.world import lasting_group, patience_s, waiting
 from lopsided.errors import CheckpointError, LopsidedError
-from lopsided.runtime.parameters.pieces import Piece
+
+if TYPE_CHECKING:
+    from lopsided.runtime.checkpoint.checkpoint import Saving
+    from lopsided.runtime.parallel import Parallel
 
 T = TypeVar("T")
 
-
-class Waits(Protocol):
-    def wait(self) -> Tensor: ...
-
-
-class CanGather(Protocol):
-    def all_gather(self, piece: Tensor, counts: Sequence[int], *, what: str = ...) -> Waits: ...
-
-
-class Places(Protocol):
-    """Who is who: global rank and size, the global ranks that take part, and which devices of the plan these are."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-    @property
-    def order(self) -> tuple[int, ...]: ...
-    @property
-    def place(self) -> int: ...
-
-
-class Holder(Protocol):
-    """A module whose parameters are this process's pieces."""
-
-    @property
-    def pieces(self) -> Mapping[str, Piece]: ...
-    @property
-    def world(self) -> Places: ...
-    @property
-    def communicator(self) -> CanGather | None: ...
-    def together(self, call: str) -> None: ...
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterable[tuple[str, nn.Parameter]]: ...
-
-
-class Waiting(Protocol):
-    """A save under way. `told`: somebody knows that it failed."""
-
-    told: bool
-
-    @property
-    def done(self) -> bool: ...
-    def wait(self) -> None: ...
+_log = logging.getLogger("lopsided")
 
 
 class ControlPlane:
@@ -77,7 +36,7 @@ class ControlPlane:
         ranks = range(dist.get_world_size())
         self.group = lasting_group("state", ranks, "gloo", patience_s())
         self.group_of_saves = lasting_group("saves", ranks, "gloo", patience_s())
-        self.saving: Waiting | None = None
+        self.saving: Saving | None = None
 
     @property
     def rank(self) -> int:
@@ -115,6 +74,11 @@ class ControlPlane:
         """What `job` returned on rank 0, the only one that does it."""
         return self.all(lambda: job() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
+    def warn(self, text: str, *args: object) -> None:
+        """Written to the log once, by rank 0."""
+        if self.rank == 0:
+            _log.warning(text, *args)
+
     def send(self, tensor: Tensor, source: int) -> None:
         """Fill a contiguous tensor in main memory with that of the rank `source`."""
         if tensor.numel():
@@ -129,10 +93,10 @@ def _failed(rank: int, error: Exception) -> CheckpointError:
     )
 
 
-_accord: tuple[object, float, ControlPlane] | None = None  # of which default group, with which patience
+_accord: tuple[object, float, ControlPlane] | None = None  # default group, patience
 
 
-def accord_of(pm: Holder) -> ControlPlane:
+def accord_of(pm: Parallel) -> ControlPlane:
     """The accord of the world that this module is in. The first call makes it and must be made by all ranks."""
     global _accord
     default = dist.group.WORLD

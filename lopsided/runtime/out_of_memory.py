@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from lopsided.runtime.parallel import Parallel
 
 WRITTEN = "out_of_memory.json"
-_SAYS = "can't allocate memory"  # the CPU's allocator, in an error that is no OutOfMemoryError
+# The CPU's allocator says so in an error that is no OutOfMemoryError.
+_SAYS = "can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

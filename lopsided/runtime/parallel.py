@@ -50,6 +50,7 @@ from lopsided.ir.graph import Graph, Leaf
 from lopsided.ir.placement import Placement, Shares
 from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
+from lopsided.planner.same_storage import StoredProgram
 from lopsided.runtime.agreement import (
     in_group_order,
     kinds_in_group_order,
@@ -61,23 +62,22 @@ from lopsided.runtime.calls.last_loss import LastLoss
 from lopsided.runtime.calls.output_rounds import outputs_of_rounds
 from lopsided.runtime.calls.outputs import OutputPart, RowCut, awaited_in, awaited_outputs, gather, hand_on, with_loss
 from lopsided.runtime.calls.programs import CallProgram, Programs
+from lopsided.runtime.checkpoint.state import save_whole
 from lopsided.runtime.live.moving import take_shares
 from lopsided.runtime.live.paced import Paced
 from lopsided.runtime.out_of_memory import explain
 from lopsided.runtime.parameters import replicas
 from lopsided.runtime.parameters.adoption import Adopted, adopt, check_not_inside, hand_over, wrapped
 from lopsided.runtime.parameters.buffers import Buffers
-from lopsided.runtime.parameters.host_state import end_failed_steps, keep_on_host
+from lopsided.runtime.parameters.host_state import end_failed_steps, keep_coded, keep_on_host
 from lopsided.runtime.parameters.initial import initialise, take_first_values
-from lopsided.runtime.parameters.optimizers import watch_optimizers
+from lopsided.runtime.parameters.optimizers import settings_of, watch_optimizers
 from lopsided.runtime.parameters.parameter_hooks import ParameterHooks
 from lopsided.runtime.parameters.piece_tensors import plain, step_ends
 from lopsided.runtime.parameters.pieces import Piece, piece_of
-from lopsided.runtime.parameters.whole_model import save_whole
+from lopsided.runtime.progress import compiling
 from lopsided.runtime.recording import RECORDED, SKIPPED, TIMED, Recording, start_recording
 from lopsided.schedule.lower import lower
-from lopsided.schedule.regions import reruns_in
-from lopsided.schedule.stretches import most_nodes
 
 CHECK_EVERY = 100
 """So many forward passes in training lie between two comparisons of replicas."""
@@ -107,6 +107,7 @@ class Parallel(nn.Module):
         on_nan: str = "stop",
         bucket_bytes: int | None = None,
         randomness: AnyRandomness | None = None,
+        quiet: bool = True,
     ) -> None:
         super().__init__()
         self.__dict__ |= {"plan": plan, "world": world, "steps_done": 0}
@@ -116,11 +117,10 @@ class Parallel(nn.Module):
             stored.leave_word()
         # A loss that is a module must not become a submodule, whose tensors would be saved with the model's.
         self.__dict__["_loss_fn"] = loss_fn
-        self._decisions = plan.decisions
-        if bucket_bytes is not None:
-            self._decisions = replace(self._decisions, bucket_bytes=bucket_bytes)
+        # If the user says it, in place of what is chosen for each program.
+        self._bucket_bytes = bucket_bytes
         self._forwards = 0
-        self._syncing = True
+        self._syncing, self._quiet = True, quiet
         self._handed_out = HandedOut()
         self._batch = batch
         self.last_cut: RowCut | None = None  # of the last batch's rows
@@ -139,6 +139,7 @@ class Parallel(nn.Module):
         self._constant_tensors: dict[int, Tensor] = {}
         self.randomness: AnyRandomness = randomness or RankRandomness(seed, max(world.place, 0), world.device)
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # in the order of their first steps
+        self._updates = 0  # steps they have taken
         self._last_loss = LastLoss(self._here(), on_nan)
         # The gradient that losses get: that of the last, which is mostly that of the next.
         self._upstream = torch.ones((), dtype=torch.float64, device=world.device)
@@ -252,11 +253,13 @@ class Parallel(nn.Module):
         self._buffers.update(model._buffers)
         self._non_persistent_buffers_set |= model._non_persistent_buffers_set
         self._adopted = Adopted(self, pieces, model)
-        if self.world.takes_part and self.plan.on_host:
-            kind = kinds_in_group_order(self.plan, self.world)[self.world.place]
-            away = {update.parameter for update in self.plan.schedule.update if kind in update.on_host}
-            targets = [leaf.target for leaf in self.plan.graph.parameters if leaf.value.name in away]
-            keep_on_host(self._adopted.by_name[target] for target in targets)
+        if self.world.takes_part and (self.plan.on_host or self.plan.state_bits):
+            kind, updates = kinds_in_group_order(self.plan, self.world)[self.world.place], self.plan.schedule.update
+            away = {update.parameter for update in updates if kind in update.on_host}
+            coded = {update.parameter for update in updates if update.bits}
+            for keep, names in ((keep_on_host, away), (keep_coded, coded)):
+                targets = [leaf.target for leaf in self.plan.graph.parameters if leaf.value.name in names]
+                keep(self._adopted.by_name[target] for target in targets)
         save_whole(model, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
@@ -269,7 +272,7 @@ class Parallel(nn.Module):
         self._copies.add(made)
         made.training = self.training
         made._hold(copy.deepcopy(self._model[0], memo), self.pieces)
-        made._optimizers, made.recording = [], None
+        made._optimizers, made._updates, made.recording = [], 0, None
         made._last_loss = copy.copy(self._last_loss)
         if self.communicator is not None:
             made._gradients = made._collector()
@@ -355,7 +358,7 @@ class Parallel(nn.Module):
         if self.training and torch.is_grad_enabled() and is_forward_alone:
             return awaited_outputs(given, self._captured.returned, self.world.device)
         if self.communicator is None:
-            return self._follow(has_loss=self._captured.has_loss and not is_forward_alone)
+            return self._follow(given, has_loss=self._captured.has_loss and not is_forward_alone)
         found, ran, cut = self._step(given, self.communicator)
         loss, *parts = self._handed_on(found, ran, cut)
         made = found.returned.rebuilt(loss, parts, has_loss=found.has_loss)
@@ -380,6 +383,7 @@ class Parallel(nn.Module):
             f"{signature.mode.count(0)} modules in evaluation",
             told + str(handed_out),
             found.reads.text if found else self._programs.why_anew(signature),
+            f"after {self._updates} steps, {settings_of(self.optimizers())}" if self._updates else "",
             training=self.training,
             sync=self._syncing,
         )
@@ -393,10 +397,12 @@ class Parallel(nn.Module):
         def of_round(number: int) -> dict[str, Tensor]:
             return leaves | local(number)
 
-        if trained and not self._knows_upstream and is_narrow(found.program.graph):
-            ran = run_for_values(found.executor, self._gradients, trained, of_round)
-        else:
-            ran = run_rounds(found.executor, self._gradients, trained, of_round, self._upstream)
+        new = 0 if found.executor.has_run else found.executor.functions
+        with compiling(new, quiet=self._quiet, is_first=self.world.place == 0):
+            if trained and not self._knows_upstream and is_narrow(found.program.graph):
+                ran = run_for_values(found.executor, self._gradients, trained, of_round)
+            else:
+                ran = run_rounds(found.executor, self._gradients, trained, of_round, self._upstream)
         with communicator.recorder.handshaking() if communicator.recorder is not None else nullcontext():
             self.watch.finish_handshake()
         # Every round has started from the same, and ends with the same.
@@ -465,12 +471,11 @@ class Parallel(nn.Module):
             self._constant_tensors[id(leaf)] = made.reshape(leaf.value.shape)
         return self._constant_tensors[id(leaf)]
 
-    def _compiled(self, program: Program, outputs: tuple[str, ...], rounds: int) -> Executor:
-        # A batch of another shape may have another graph.
-        reruns = tuple(reruns_in(program.graph, self._decisions.reruns))
+    def _compiled(self, stored: StoredProgram, outputs: tuple[str, ...]) -> Executor:
+        bucket_bytes = stored.decisions.bucket_bytes if self._bucket_bytes is None else self._bucket_bytes
         kinds = kinds_in_group_order(self.plan, self.world)
         return Executor(
-            lower(program, replace(self._decisions, reruns=reruns, microbatches=rounds)),
+            lower(stored.program, replace(stored.decisions, bucket_bytes=bucket_bytes, stretch=self.plan.stretch)),
             self._exchange,
             self._gradients,
             self.randomness,
@@ -504,7 +509,7 @@ class Parallel(nn.Module):
             loss: Tensor = self._loss_fn(whole[0], *whole[1], **whole[2])
             return loss
         if self.communicator is None:
-            loss, awaited.parts = self._followed_loss(), self._no_rows()
+            loss, awaited.parts = self._followed_loss(), self._no_rows(awaited.given)
         else:
             found, ran, cut = self._step(self._form.with_left(awaited.given, args, kwargs), self.communicator)
             loss, *awaited.parts = self._handed_on(found, ran, cut)
@@ -513,9 +518,7 @@ class Parallel(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """What `parallelize(compile=True)` does, from the next step on. All ranks call it."""
         self.together("pm.compile")
-        stretch = self.plan.stretch or most_nodes(self.plan.on.devices, len(self.plan.program.steps))
-        self.__dict__["plan"] = replace(self.plan, stretch=stretch)
-        self._decisions = replace(self._decisions, stretch=stretch)
+        self.__dict__["plan"] = self.plan.compiled()
         self._form, self._programs = self._no_programs()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -571,6 +574,7 @@ class Parallel(nn.Module):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when it has taken it. Of several optimizers, the last to step for the first time ends a step."""
+        self._updates += 1
         if self.recording is not None and self.communicator is not None and optimizer is self._optimizers[-1]():
             # What is sent between steps (a checkpoint, a comparison of replicas) belongs to none.
             self.communicator.recorder = None
@@ -688,9 +692,9 @@ class Parallel(nn.Module):
         self.watch.at_step(self._forwards)
         outputs.remember(self)
 
-    def _follow(self, *, has_loss: bool) -> Any:
+    def _follow(self, given: Given, *, has_loss: bool) -> Any:
         """The loss, as the others tell it, and no rows of anything else."""
-        return self._captured.returned.rebuilt(self._followed_loss(), self._no_rows(), has_loss=has_loss)
+        return self._captured.returned.rebuilt(self._followed_loss(), self._no_rows(given), has_loss=has_loss)
 
     def _followed_loss(self) -> Tensor:
         self._begin_step()
@@ -700,12 +704,12 @@ class Parallel(nn.Module):
             loss = _Followed.apply(self, loss.requires_grad_())  # type: ignore[no-untyped-call]
         return loss
 
-    def _no_rows(self) -> list[Tensor]:
-        values = self._captured.whole.values
-        return [
-            torch.zeros((0, *values[name].shape[1:]), dtype=values[name].torch_dtype, device=self.world.device)
-            for name in self._captured.returned.names
-        ]
+    def _no_rows(self, given: Given) -> list[Tensor]:
+        """Outputs on a rank that has no rows of a batch; given the whole batch, it would have to have the whole."""
+        named, device = [self._captured.whole.values[name] for name in self._captured.returned.names], self.world.device
+        if any(tensor.dim() and tensor.shape[0] for tensor in given.tensors.values()):
+            return [outputs.not_here(value.shape, value.torch_dtype, device, self._here()) for value in named]
+        return [torch.zeros((0, *value.shape[1:]), dtype=value.torch_dtype, device=device) for value in named]
 
     def _send_to_bystanders(self, loss: Tensor) -> None:
         if len(self.world.ranks) < self.world.size:
@@ -714,7 +718,7 @@ class Parallel(nn.Module):
     def _tell_all(self, loss: Tensor) -> None:
         """From the first rank that takes part to all of the world."""
         self.watch.entering("the loss, told to all ranks")
-        # By way of the host where processes share a GPU: they talk over gloo.
+        # By way of the host where they talk over gloo.
         told = loss if self.world.backend_of_all == "nccl" else loss.cpu()
         try:
             dist.broadcast(told, self.world.ranks[0])

@@ -67,6 +67,7 @@ def parallelize(
     on_nan: str = "stop",
     bucket_bytes: int | None = None,
     microbatches: int | None = None,
+    allow: Iterable[str] = (),
     compile: bool | None = None,
     measure_s: float | None = None,
     tries: int = 1,
@@ -87,8 +88,9 @@ def parallelize(
     script decides. With `compile`, what a device does between two communications runs as functions that Inductor
     compiles; that is the default where there is a GPU. Gradients and gathered parameters are sent `bucket_bytes` at a
     time, if not as the plan says. The batch is computed in `microbatches` rounds, if not as the plan says, or as it
-    takes to fit. With `replan="auto"` devices that turn out slower or faster than planned get other
-    shares while training.
+    takes to fit. A plan that is made here changes the numbers that are computed only by what is named in `allow`:
+    `"8bit-state"`, optimizer state in 8 bits. With `replan="auto"` devices that turn out slower or faster than planned
+    get other shares while training.
     """
     check_replan(replan)
     check_bare(model)
@@ -118,7 +120,8 @@ def parallelize(
                 found.append((capture_call(model, other, loss_fn=loss_fn, needs_loss=False).graph, often))
             return found
 
-        plans = agreed_plans(graph, plan, cluster, optimizer, where, measure_s, tries, tell, shapes, microbatches)
+        about = (graph, plan, cluster, optimizer, where, measure_s, tries, tell, shapes, microbatches, allow)
+        plans = agreed_plans(*about)
         plans = compiled_where_wanted(plans, compile, where)
         chosen = quickest(plans, where, timeout_s=timeout_s, progress=tell)[0] if tries > 1 else plans[0]
         world = meet(chosen, device=where, timeout_s=timeout_s)
@@ -130,6 +133,8 @@ def parallelize(
             tell.warn(doubt)
         for line in about_plan(chosen):
             tell(line)
+        if why := world.backend_choice.why:
+            tell(f"talking over {world.backend}: {why}")
         tell("cutting the parameters")
         pm = Parallel(
             model,
@@ -144,6 +149,7 @@ def parallelize(
             check_every=check_every,
             on_nan=on_nan,
             bucket_bytes=bucket_bytes,
+            quiet=quiet,
         )
         if replan == "auto":
             pm.watch_pace()

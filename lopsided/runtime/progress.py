@@ -15,14 +15,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from lopsided.planner.plan_data import Plan
 
 _log = logging.getLogger("lopsided")
 
-_EVERY_S = 5.0  # between two lines about the time that is left, where lines cannot be overwritten
-_COUNTED_S = 1.0  # between two of them in any case
+# Seconds between two lines about the time that is left, where lines cannot be overwritten.
+_EVERY_S = 5.0
+# Seconds between two of these lines in any case.
+_COUNTED_S = 1.0
 _MOST_NAMED = 8
 _PASSING = "lopsided_passing"
 
@@ -93,6 +95,19 @@ def shown(*, quiet: bool, is_first: bool) -> Iterator[None]:
             _log.setLevel(before)
     else:
         yield
+
+
+@contextmanager
+def compiling(functions: int, *, quiet: bool, is_first: bool) -> Iterator[None]:
+    """In here a step runs for the first time that compiles so many functions, if any."""
+    if not functions:
+        yield
+        return
+    with nullcontext() if quiet else shown(quiet=False, is_first=is_first):
+        tell = Announcer(lambda _: None, logs=is_first and not quiet)
+        tell(f"compiling {functions} function{'' if functions == 1 else 's'}")
+        yield
+        tell(f"compiled after {tell.seconds:.1f} s")
 
 
 class _OnTerminal(logging.StreamHandler):  # type: ignore[type-arg]

@@ -32,7 +32,7 @@ from functools import lru_cache
 
 from lopsided.cluster.cluster import Cluster, Kind, Measured
 from lopsided.cluster.collectives import Network
-from lopsided.errors import InputError, NotationError, ProgramError, SharesError
+from lopsided.errors import InputError, NotationError, SharesError
 from lopsided.ir.graph import DTYPES, Graph, Leaf, Node, Value, reruns, signature
 from lopsided.ir.notation import Algebra, Nonlinear, Operand, Product, Rule, Sum
 from lopsided.ir.placement import AnyShares, I, Placement, Shares
@@ -109,7 +109,7 @@ class OpCost:
 
     @property
     def sent(self) -> tuple[Transfer, ...]:
-        """In a whole step."""
+        """What is sent for it in a whole step."""
         return (*self.talks * self.forwards, *self.back_talks)
 
 
@@ -280,11 +280,8 @@ class Calls:
         number = self.number(node)
         work = self._works.get(number)
         if work is None:
-            work = self._works[number] = work_of(self.call(node))
+            work = self._works[number] = work_of(Call.of(node, self.graph.values))
         return work
-
-    def call(self, node: Node) -> Call:
-        return Call(node, tuple(self.graph.values[name] for name in node.operands))
 
 
 class Costs:
@@ -323,7 +320,7 @@ class Costs:
         key = (self.number(node), rule)
         cost = self._ops.get(key)
         if cost is None:
-            cost = self._ops[key] = self._price(self.calls.call(node), self.work(node), rule)
+            cost = self._ops[key] = self._price(Call.of(node, self.graph.values), self.work(node), rule)
         return cost
 
     def update(self, leaf: Leaf, placement: Placement) -> tuple[Affine, ...]:
@@ -337,14 +334,14 @@ class Costs:
             )
         return seconds
 
-    def fetched(self, leaf: Leaf, placement: Placement) -> tuple[Affine, ...]:
+    def fetched(self, state_bytes: int, placement: Placement) -> tuple[Affine, ...]:
         """What it takes more to update a parameter so, per kind, where its state is in host memory: it is fetched, and
         taken back."""
         found = []
         for kind in self.cluster.kinds:
             # Where host memory is the device's own, it is read and written there.
             per_s = kind.host_bytes_per_s or kind.bytes_per_s / 2
-            seconds = 2 * self.optimizer.state * leaf.value.bytes / per_s
+            seconds = 2 * state_bytes / per_s
             found.append(Affine(0.0, seconds) if placement.is_shard else Affine(seconds, 0.0))
         return tuple(found)
 
@@ -450,15 +447,9 @@ class Costs:
 
 
 def rule_cut(call: Call, rule: Rule) -> Cut | None:
-    """The index a rule cuts: one, whichever tensor tells it."""
-    placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
-    found = {cut for placement, value in placed if (cut := cut_of(placement, value.shape)) is not None}
-    if len(found) > 1:
-        texts = [f"{length} by {by}" if by else str(length) for by, length in sorted(found)]
-        raise ProgramError(
-            f"{call.node.op} by {rule} cuts lengths {', '.join(texts)} as one", do="cut one index at a time"
-        )
-    return next(iter(found), None)
+    """The index a rule cuts."""
+    cut = call.cut_by(rule)
+    return None if cut is None else cut_of(cut[0], cut[1].shape)
 
 
 # Measured seconds
@@ -514,7 +505,7 @@ def sent_by(graph: Graph, node: Node, rule: Rule) -> tuple[tuple[Transfer, ...],
     if found is None:
         if len(_SENT) >= _MOST_SENT:
             _SENT.clear()
-        found = _SENT[key] = _sent_by(Call(node, tuple(graph.values[name] for name in node.operands)), rule)
+        found = _SENT[key] = _sent_by(Call.of(node, graph.values), rule)
     return found
 
 

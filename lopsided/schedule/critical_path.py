@@ -140,7 +140,7 @@ class Message:
         return sum(size for _, size in self.parts)
 
     def largest(self, sizes: Sizes) -> float:
-        """Of the parts together, weighted by bytes: the price of a way is linear in both."""
+        """The largest piece of the parts together, weighted by bytes: the price of a way is linear in both."""
         return sum(size * sizes.largest(cuts) for cuts, size in self.parts) / self.size if self.size else 1.0
 
     def way(self, network: Network, sizes: Sizes) -> Algorithm:
@@ -173,7 +173,7 @@ class FoldedStep:
         self._running: list[Computed] = []
         self._awaited = 0
         self._gathers: dict[str, int] = {}  # numbers of the buckets of parameters that were sent last, by id
-        self._gathered = 0  # so many of them were sent
+        self._gathered = 0  # how many buckets of parameters were sent
         for forward, backward in priced.schedule.rounds():
             self._add_pass(forward)
             self._add_pass(backward)
@@ -276,7 +276,7 @@ class Path:
     """
 
     before: Path | None
-    message: int = -1  # none
+    message: int = -1  # the number of a message; -1: it is none
     start: int = 0
     stop: int = 0
 
@@ -291,7 +291,7 @@ class CriticalPath:
         ]
         self.times = [0.0] * load.kinds
         self.since: list[tuple[Path | None, int]] = [(None, 0)] * load.kinds  # each clock's last wait
-        self.lane = 0.0  # when it is free
+        self.lane = 0.0  # when the network is free
         self.sent: Path | None = None  # the path to the end of its last message
         self.marks: dict[int, tuple[float, Path | None]] = {}
         for place, (manner, number) in enumerate(load.events):
@@ -363,7 +363,7 @@ class MemoryRows:
         return [held - limit if held > limit + 1 else 0.0 for held, limit in room]
 
     def tightened(self, over: Sequence[float]) -> MemoryRows:
-        """With so many bytes less room."""
+        """The limits with so many bytes less room."""
         return MemoryRows(
             self.cluster, self.holdings, [max(a - b, 1.0) for a, b in zip(self.limits, over, strict=True)]
         )

@@ -47,7 +47,7 @@ from lopsided.ops.op import Call, Local, Talk
 class Work:
     """One call, whole, on one device."""
 
-    dtype: str  # it computes in
+    dtype: str  # the dtype it computes in
     forward_flops: int
     gradient_flops: tuple[int, ...]  # of computing each operand's gradient
     forward_bytes: tuple[int, ...]  # moved, of each operand and then of each result
@@ -266,7 +266,8 @@ def _flops(call: Call, kind: str) -> tuple[int, Sequence[int], int]:
 
 
 def _products(call: Call) -> tuple[int, Sequence[int], int] | None:
-    """By the op's line; None if it multiplies nothing. Summands beside a product (a bias) are not counted."""
+    """The products in the op's line; None if it multiplies nothing. Summands beside a product (a bias) are not
+    counted."""
     try:
         described = describe_call(call)
     except NotationError:
@@ -490,8 +491,7 @@ class _Shapes:
 
 def _driven(call: Call, rule: Rule, talk: Talk, device: torch.device, devices: int) -> Iterator[Exchanged]:
     """One imaginary device that has everything, among so many."""
-    placed = [*zip(rule.gives, call.node.results, strict=True), *zip(rule.needs, call.operands, strict=True)]
-    length = next((p.length(value.shape) for p, value in placed if p.is_shard), None)
+    length = next((p.length(value.shape) for p, value in call.placed(rule) if p.is_shard), None)
     pieces = () if length is None else (length, *[0] * (devices - 1))
     tensors = tuple(
         torch.empty(

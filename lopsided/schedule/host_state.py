@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from lopsided.cluster.cluster import Cluster
 from lopsided.errors import DoesNotFitError, ProgramError
 from lopsided.ir.program import Program
+from lopsided.schedule.coded_state import coded_bytes
 from lopsided.schedule.cost import Optimizer, Scale, cut_of
 from lopsided.schedule.decisions import OnHost
 from lopsided.schedule.schedule import Schedule
@@ -59,14 +60,15 @@ def host_bytes_per_kind(schedule: Schedule, optimizer: Optimizer, scale: Scale) 
             fractions = scale.fractions(cut_of(update.placement, value.shape))
             for k in update.on_host:
                 if k < len(found):
-                    found[k] += optimizer.state * _pinned(round(value.bytes * fractions[k]))
+                    size = coded_bytes(value.elements) if update.bits else value.bytes
+                    found[k] += optimizer.state * pinned(round(size * fractions[k]))
     return tuple(found)
 
 
-def _pinned(size: int) -> int:
+def pinned(size: int) -> int:
     """What an allocation of pinned memory takes.
 
-    >>> [_pinned(size) for size in (0, 1, 5, 4096, 5000)]
+    >>> [pinned(size) for size in (0, 1, 5, 4096, 5000)]
     [0, 1, 8, 4096, 8192]
     """
     return 1 << (size - 1).bit_length() if size > 0 else 0
@@ -80,7 +82,7 @@ def host_excess(cluster: Cluster, filled: Sequence[int]) -> DoesNotFitError | No
         return None
     node = cluster.kinds[k].node
     return DoesNotFitError(
-        f"optimizer state in the memory of {node} needs {over[k] / 2**30:,.1f} GiB more than it has",
+        f"what is kept in the memory of {node} needs {over[k] / 2**30:,.1f} GiB more than it has",
         where=f"cluster {cluster.name}",
         do="use an optimizer with less state, or give host_memory as it is",
     )

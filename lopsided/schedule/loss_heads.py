@@ -77,7 +77,7 @@ def loss_heads(graph: Graph) -> tuple[LossHead, ...]:
 
 def _head(graph: Graph, loss: Node, makers: Mapping[str, Node], uses: Mapping[str, int]) -> LossHead | None:
     """The head that ends with a loss, if it is of a form that may be chunked."""
-    call = Call(loss, tuple(graph.values[name] for name in loss.operands))
+    call = Call.of(loss, graph.values)
     shape = call.shapes[0]
     by_number = len(call.operands) == 2 and not call.operands[1].torch_dtype.is_floating_point
     if not by_number or len(shape) != 2 or call.arg("reduction") == _NO_REDUCTION or not loss.results[0].grad:

@@ -40,11 +40,12 @@ from typing import TypeVar
 from lopsided.ir.placement import Placement
 from lopsided.ir.program import Chain, Program, Step
 from lopsided.ops.simulated_devices import cotangent
+from lopsided.schedule.coded_state import bits_of_state
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.decisions import Decisions
 from lopsided.schedule.host_state import kept_on_host
 from lopsided.schedule.loss_heads import LossHead, chunks_of
-from lopsided.schedule.regions import regions_of
+from lopsided.schedule.regions import offloaded_of, regions_of
 from lopsided.schedule.schedule import (
     Bucket,
     Chunked,
@@ -95,7 +96,7 @@ class _Lowered:
     """One step of the program."""
 
     step: Step
-    made: list[Redistribute]  # copies, forward
+    made: list[Redistribute]  # copies that are made for it going forward
     forward: list[Compute | Exchange | Redistribute]
     back: list[Redistribute] = field(default_factory=list)  # their transposes, in the order to run them
 
@@ -104,9 +105,11 @@ class _Lowering:
     def __init__(self, program: Program, decisions: Decisions) -> None:
         self.program, self.decisions = program, decisions
         self.stored = dict(program.leaves)
-        self.parameters = {leaf.value.name for leaf in program.graph.parameters}
+        self.parameters = program.graph.parameter_names
         self.marked = regions_of(program, decisions)
         self.regions = {name: k for k, region in enumerate(self.marked) for name in region.nodes}
+        away = offloaded_of(program, decisions)
+        self.away = {name: k for k, region in enumerate(away) for name in region.nodes}
         heads = chunks_of(program, decisions)
         self.heads = {head.last: (head, rows) for head, rows in heads}
         self.chunked = {name for head, _ in heads for name in head.nodes}
@@ -123,8 +126,9 @@ class _Lowering:
         forward = buckets.filled([*(item for group in self.groups for item in self._run_forward(group)), *self.ends])
         backward = buckets.filled(list(self._backward()))
         from_host = kept_on_host(program, self.decisions.on_host)
+        bits = bits_of_state(program, self.decisions.state_bits)
         update = tuple(
-            Update(f"update {name}", name, placement, from_host.get(name, ()))
+            Update(f"update {name}", name, placement, from_host.get(name, ()), bits.get(name, 0))
             for name, placement in program.leaves
             if name in self.parameters and program.graph.values[name].grad
         )
@@ -137,9 +141,9 @@ class _Lowering:
     def _forward(self, step: Step) -> _Lowered:
         name = step.node.name
         made: list[Redistribute] = []
-        for operand, chain in zip(step.node.operands, step.chains, strict=True):
+        for operand, chain in step.taken:
             made += self._redistributed(operand, chain)
-        self.made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+        self.made.update(step.made)
         made = _waited_for_first(made)
         talks, _ = sent_by(self.program.graph, step.node, step.rule)
         exchanges = [exchange(step, "forward", k, talk) for k, talk in enumerate(talks)]
@@ -180,11 +184,11 @@ class _Lowering:
         )
         _, talks_back = sent_by(self.program.graph, one.step.node, one.step.rule)
         region = self._region(one.step)
-        # Where a region keeps what some of its nodes made, each runs by itself.
-        partly = region >= 0 and bool(self.marked[region].kept)
-        apart = partly or one.step.node.name in self.chunked
+        # A node of a region that does not run again with it runs by itself.
+        spared = region >= 0 and one.step.node.name not in self.marked[region].again
+        apart = spared or one.step.node.name in self.chunked
         takes = None if sends or talks_back or apart else tuple(item.value for item in one.made)
-        return Joinable(one.step, takes, region)
+        return Joinable(one.step, takes, (region, self.away.get(one.step.node.name, -1)))
 
     def _run_forward(self, group: Sequence[_Lowered]) -> Iterator[Item]:
         """A group where it stands; of a head that runs some rows at a time, all of it where its loss stands."""
@@ -226,7 +230,7 @@ class _Lowering:
         for one in reversed(self.steps):
             results = zip(one.step.node.results, one.step.rule.gives, strict=True)
             if any(value.grad and (value.name, give) in found for value, give in results):
-                taken = zip(one.step.node.operands, one.step.rule.needs, strict=True)
+                taken = one.step.needed
                 found.update((name, need) for name, need in taken if values[name].grad)
             for item in reversed(one.made):
                 if (item.value, item.to) in found:
@@ -400,7 +404,7 @@ class Buckets:
         """What is gathered together: for each group of consumers a bucket of every collective and dtype."""
         groups: list[list[Redistribute]] = []
         wanted: list[Redistribute] = []
-        group_bytes = 0  # of the last group
+        group_bytes = 0  # in the last group so far
         for item in items:
             if (
                 isinstance(item, Redistribute)

@@ -9,14 +9,15 @@ In: a `Schedule` and an `Optimizer`. Out: `Holding`s, bytes that are either whol
                                 rule cuts                                                  `_saved`
                                 of a checkpointed region what it takes from outside, and   `_taken`
                                 what it keeps of what its nodes made                       `_made`
+                                the same of one that saves in the memory of the host
     recomputed                  the rest of what its steps save, while it runs backward:
                                 of one region at a time                                    `_working`
     gathered copies             of parameters: all of them until the backward pass, or,
                                 regathered, the largest two at once; of a checkpointed
                                 region all, but of one region at a time                    `_gathered`
-    streamed                    optimizer state that is in host memory, while it is here for
-                                the update: of the largest slice, and nothing that is saved
-                                or at work is there any more                               `_streamed`
+    streamed                    optimizer state that is in host memory or in 8 bits, while it
+                                is written out here for the update: of the largest slice,
+                                and nothing that is saved or at work is there any more      `_streamed`
     waiting                     gradients of gathered parameters, whole, until a bucket of
                                 them is full                                               `_waiting`
     between rounds              sums of gradients that the last round sends, and the rows
@@ -43,12 +44,14 @@ from dataclasses import dataclass, replace
 from lopsided.ir.graph import DTYPES, Graph, Leaf, Node, Saved, reruns, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, Placement
-from lopsided.ir.program import Chain, Step
+from lopsided.ir.program import Fact, Step
 from lopsided.ops.op import Call
+from lopsided.schedule.coded_state import state_bytes
 from lopsided.schedule.cost import Cut, Optimizer, Scale, cut_of, rule_cut
 from lopsided.schedule.flops import work_of
 from lopsided.schedule.host_state import slice_bytes
 from lopsided.schedule.loss_heads import VIEWS
+from lopsided.schedule.regions import RegionNodes
 from lopsided.schedule.schedule import Chunked, Redistribute, ReduceBucket, Schedule
 
 USES = (
@@ -95,7 +98,7 @@ class Holding:
     on: Kinds = EVERY_KIND
 
 
-def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer) -> tuple[Holding, ...]:
+def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer, state_bits: int = 0) -> tuple[Holding, ...]:
     """A leaf from step to step: a parameter with its gradient and state, a buffer, or what is loaded of an input."""
     size, cut, name = leaf.value.bytes, cut_of(placement, leaf.value.shape), leaf.value.name
     if leaf.kind != "parameter":
@@ -104,7 +107,7 @@ def stored(leaf: Leaf, placement: Placement, optimizer: Optimizer) -> tuple[Hold
     if leaf.value.grad:
         held.append(Holding(name, "gradient", size, cut))
         if optimizer.state:
-            held.append(Holding(name, "optimizer", optimizer.state * size, cut))
+            held.append(Holding(name, "optimizer", state_bytes(optimizer, leaf.value, state_bits), cut))
     return tuple(held)
 
 
@@ -118,7 +121,7 @@ def saved_by(graph: Graph, node: Node, rule: Rule) -> tuple[Holding, ...]:
     roots = sharing.roots
     results = [value.name for value in node.results]
     copies = [*zip(node.operands, rule.needs, strict=True), *zip(results, rule.gives, strict=True)]
-    anyway = {leaf.value.name for leaf in graph.parameters} | graph.fixed
+    anyway = graph.parameter_names | graph.fixed
     outside = sharing.reruns.get(node.name)
     kept = _kept(node).values if outside is None else tuple(node.operands[k] for k in outside)
     found: dict[tuple[str, Cut | None], Holding] = {}
@@ -160,7 +163,7 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
     updated = {value.name for value in program.graph.updated}
     away = {update.parameter: Kinds(frozenset(update.on_host)) for update in schedule.update if update.on_host}
     for leaf in program.graph.leaves:
-        held = stored(leaf, placed[leaf.value.name], optimizer)
+        held = stored(leaf, placed[leaf.value.name], optimizer, schedule.decisions.state_bits)
         if (here := away.get(leaf.value.name)) is not None:
             held = tuple(replace(one, on=here) if one.use == "optimizer" else one for one in held)
         # What nobody uses never has a gradient, and so no state.
@@ -178,10 +181,13 @@ def holdings(schedule: Schedule, optimizer: Optimizer, *, devices: int = 1) -> t
 
 def _kinds_apart(schedule: Schedule) -> Iterator[Kinds]:
     """Kinds of devices that run the same again: those that some region names, each for itself, and all others."""
-    named = {kind for region in schedule.regions.values() for kind in region.kinds}
+    regions, offloaded = schedule.regions, schedule.offloaded
+    named = {kind for region in regions.values() for kind in region.kinds}
+    named |= {kind for region in offloaded.values() for kind in region.kinds}
     alike: dict[tuple[str, ...], set[int]] = {}
     for kind in sorted(named):
-        again = tuple(name for name, region in schedule.regions.items() if region.runs_on(kind))
+        again = tuple(name for name, region in regions.items() if region.runs_on(kind))
+        again += tuple(name for name, region in offloaded.items() if region.is_on(kind))
         alike.setdefault(again, set()).add(kind)
     yield from (Kinds(frozenset(kinds), others=False) for kinds in alike.values())
     yield Kinds(frozenset(named))
@@ -193,13 +199,16 @@ _Stretch = tuple[str, list[Step]]
 def _stretches(schedule: Schedule, on: Kinds | None = None) -> Iterator[_Stretch]:
     """The nodes in the order they run, in stretches that one region recomputes, with its id, or none.
 
-    On some kinds of devices, which run the same again; otherwise wherever there is a region.
+    On some kinds of devices, which run the same again, with regions of which what is saved is in host memory; otherwise
+    wherever there is a region that runs again.
     """
     region_of = schedule.recomputed
     if on is not None:
         kind = -1 if on.others else min(on.numbers)
         there = {name for name, region in schedule.regions.items() if region.runs_on(kind)}
         region_of = {node: region for node, region in region_of.items() if region in there}
+        away = {name: region for name, region in schedule.offloaded.items() if region.is_on(kind)}
+        region_of = {node: name for name, region in away.items() for node in region.nodes} | region_of
     for region, steps in itertools.groupby(schedule.program.steps, key=lambda step: region_of.get(step.node.name, "")):
         yield region, list(steps)
 
@@ -229,15 +238,20 @@ _AT_UPDATE = ("parameter", "gradient", "optimizer", "buffer", "streamed")
 
 
 def _streamed(schedule: Schedule, optimizer: Optimizer, even: float) -> Iterator[Holding]:
-    """On devices whose state is in host memory, the largest slice of it that is fetched: of one large parameter, or of
-    several small ones. And as much again, which an update of so much works with."""
+    """On devices whose state is in host memory, or in few bits, the largest slice of it that is there for an update: of
+    one large parameter, or of several small ones. And as much again, which an update of so much works with."""
+    if not optimizer.state:
+        return
+    named = sorted({k for update in schedule.update for k in update.on_host})
+    everywhere = any(update.bits for update in schedule.update)
+    kinds = [(k, Kinds(frozenset((k,)), others=False)) for k in named]
+    kinds += [(-1, Kinds(frozenset(named)))] if everywhere else []
     values = schedule.program.graph.values
-    for k in {k: None for update in schedule.update for k in update.on_host} if optimizer.state else ():
-        fetched = [(values[one.parameter], one.placement) for one in schedule.update if k in one.on_host]
+    for k, on in kinds:
+        fetched = [(values[one.parameter], one.placement) for one in schedule.update if k in one.on_host or one.bits]
         parts = [(optimizer.state * value.bytes, cut_of(placement, value.shape)) for value, placement in fetched]
         sizes = [size if cut is None else size * even for size, cut in parts]
         largest = max(range(len(sizes)), key=sizes.__getitem__)
-        on = Kinds(frozenset((k,)), others=False)
         yield Holding(
             f"state of {fetched[largest][0].name}", "streamed", 2 * parts[largest][0], parts[largest][1], on=on
         )
@@ -294,36 +308,30 @@ def _between_rounds(schedule: Schedule) -> Iterator[Holding]:
 
 # Whose memory it is
 
-_Copy = tuple[str, Placement]
 
-
-def _taken_as(step: Step) -> Iterator[tuple[str, Chain]]:
-    return zip(step.node.operands, step.chains, strict=True)
-
-
-def _whole_alike(copy: _Copy) -> _Copy:
+def _whole_alike(copy: Fact) -> Fact:
     return (copy[0], I) if copy[1].is_whole else copy
 
 
 class _Copies:
     """Follows every (value, placement) of a program to the copy whose memory it is."""
 
-    def __init__(self, graph: Graph, steps: Sequence[Step], held: Iterable[_Copy]) -> None:
+    def __init__(self, graph: Graph, steps: Sequence[Step], held: Iterable[Fact]) -> None:
         self.values = graph.values
-        self.memory: dict[_Copy, _Copy] = {}
-        self.held: set[_Copy] = {_whole_alike(copy) for copy in held}
+        self.memory: dict[Fact, Fact] = {}
+        self.held: set[Fact] = {_whole_alike(copy) for copy in held}
         views = _sharing(graph).views
         for step in steps:
             if step.node.name in views:
                 whose = self.of(step.node.operands[0], step.rule.needs[0])
-                for value, give in zip(step.node.results, step.rule.gives, strict=True):
-                    self.memory[_whole_alike((value.name, give))] = whose
+                for copy in step.made:
+                    self.memory[_whole_alike(copy)] = whose
 
     @staticmethod
     def of_schedule(schedule: Schedule) -> _Copies:
         """Those of a step. Copies of parameters are counted where they are gathered."""
         program = schedule.program
-        parameters = {leaf.value.name for leaf in program.graph.parameters}
+        parameters = program.graph.parameter_names
         of_parameters = [(item.value, item.to) for item in schedule.redistributed if item.value in parameters]
         return _Copies(program.graph, program.steps, [*program.leaves, *of_parameters])
 
@@ -331,14 +339,14 @@ class _Copies:
     def of_steps(graph: Graph, steps: Sequence[Step]) -> _Copies:
         """Those of some steps by themselves. Leaves are held anyway, and so is what is fixed."""
         anyway = {leaf.value.name for leaf in graph.leaves} | graph.fixed
-        taken = [(name, p) for step in steps for name, chain in _taken_as(step) for p in chain if name in anyway]
+        taken = [(name, p) for step in steps for name, chain in step.taken for p in chain if name in anyway]
         return _Copies(graph, steps, taken)
 
-    def of(self, name: str, placement: Placement) -> _Copy:
+    def of(self, name: str, placement: Placement) -> Fact:
         copy = _whole_alike((name, placement))
         return self.memory.get(copy, copy)
 
-    def hold(self, copy: _Copy) -> bool:
+    def hold(self, copy: Fact) -> bool:
         """Hold a copy; whether it was not held before."""
         if copy in self.held:
             return False
@@ -351,7 +359,7 @@ class _Copies:
         other.held = set(self.held)
         return other
 
-    def holding(self, copy: _Copy, use: str) -> Holding:
+    def holding(self, copy: Fact, use: str) -> Holding:
         value = self.values[copy[0]]
         return Holding(value.name, use, value.bytes, cut_of(copy[1], value.shape))
 
@@ -393,7 +401,7 @@ def _views(graph: Graph) -> frozenset[str]:
     for node in graph.nodes:
         key = signature(node, graph.values)
         if key not in known:
-            call = Call(node, tuple(graph.values[name] for name in node.operands))
+            call = Call.of(node, graph.values)
             # Only a view launches nothing.
             known[key] = bool(node.operands) and work_of(call).kernels[0] == 0
         if known[key]:
@@ -427,18 +435,33 @@ def _saved(schedule: Schedule, stretches: _Stretches, copies: _Copies) -> Iterat
     for region, steps in stretches:
         if region:
             yield from _taken(steps, copies)
-            kept = {*schedule.regions[region].kept}
+            kept = _kept_by(schedule, region)
             yield from _made(graph, [step for step in steps if step.node.name in kept], copies)
         else:
             yield from _saved_by_steps(graph, steps, copies, "saved")
 
 
+def _kept_by(schedule: Schedule, region: str) -> set[str]:
+    """The nodes whose results a region keeps; one in host memory keeps none."""
+    return {*schedule.regions[region].kept} if region in schedule.regions else set()
+
+
+def sent_to_host(schedule: Schedule) -> Iterator[tuple[RegionNodes, str, tuple[Holding, ...]]]:
+    """Of every node whose region saves in host memory what it makes, with the region. What a region takes from outside
+    stays where it is."""
+    for region in schedule.offloaded.values():
+        steps, copies = [schedule.steps[name] for name in region.nodes], _Copies.of_schedule(schedule)
+        list(_taken(steps, copies))
+        for step in steps:
+            yield region, step.node.name, tuple(_saved_by_steps(schedule.program.graph, [step], copies, "saved"))
+
+
 def _made(graph: Graph, kept: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
     """What nodes make that a region keeps in place of running them again; casts for their own use are made again."""
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     for step in kept:
-        for value, give in zip(step.node.results, step.rule.gives, strict=True):
-            whose = copies.of(value.name, give)
+        for copy in step.made:
+            whose = copies.of(*copy)
             if copies.hold(whose):
                 yield copies.holding(whose, "saved")
         if parameters.isdisjoint(step.node.operands):
@@ -447,14 +470,14 @@ def _made(graph: Graph, kept: Sequence[Step], copies: _Copies) -> Iterator[Holdi
 
 def _taken(stretch: Sequence[Step], copies: _Copies) -> Iterator[Holding]:
     """What a checkpointed region has from outside, in the placement it is there in: conversions are made again."""
-    inside: set[_Copy] = set()
+    inside: set[Fact] = set()
     for step in stretch:
-        for name, chain in zip(step.node.operands, step.chains, strict=True):
+        for name, chain in step.taken:
             whose = copies.of(name, chain[0])
             if (name, chain[0]) not in inside and copies.hold(whose):
                 yield copies.holding(whose, "saved")
             inside.update((name, placement) for placement in chain)
-        inside.update((value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True))
+        inside.update(step.made)
 
 
 def _saved_by_steps(graph: Graph, steps: Sequence[Step], copies: _Copies, use: str) -> Iterator[Holding]:
@@ -472,7 +495,7 @@ def _saved_by_steps(graph: Graph, steps: Sequence[Step], copies: _Copies, use: s
 
 def _recomputed(graph: Graph, steps: Sequence[Step], kept: set[str], copies: _Copies) -> Iterator[Holding]:
     """What the steps of a region save when they run again; what attention makes for itself may have been kept."""
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     for step in steps:
         own = f"{step.node.name} (its own)"
         was_kept = step.node.name in kept and parameters.isdisjoint(step.node.operands)
@@ -497,7 +520,7 @@ def _extra(graph: Graph, node: Node, rule: Rule, use: str = "saved") -> Iterator
             if not need.is_shard and len(value.shape) > 1 and value.torch_dtype.is_floating_point:
                 whole += value.elements * DTYPES[under].itemsize if value.dtype != under else 0
     whole = min(whole, extra)
-    call = Call(node, tuple(graph.values[name] for name in node.operands))
+    call = Call.of(node, graph.values)
     cut = rule_cut(call, rule)
     if whole and cut is not None:
         yield Holding(f"{node.name} (its own)", use, whole, None)
@@ -512,7 +535,7 @@ def _gathered(schedule: Schedule) -> Iterator[Holding]:
     Those that are gathered again are there a few at a time: for a checkpointed region together, until it has run
     backward.
     """
-    parameters = {leaf.value.name for leaf in schedule.program.graph.parameters}
+    parameters = schedule.program.graph.parameter_names
     region_of = _regions(schedule)
     together: dict[object, list[Holding]] = {}
     for item in schedule.redistributed:
@@ -533,12 +556,12 @@ def _gathered(schedule: Schedule) -> Iterator[Holding]:
     yield from ahead[: schedule.decisions.prefetch - 1]
 
 
-def _regions(schedule: Schedule) -> dict[_Copy, str]:
+def _regions(schedule: Schedule) -> dict[Fact, str]:
     """The copies of values that one checkpointed region uses and no other node, with its id."""
-    users: dict[_Copy, set[str]] = {}
+    users: dict[Fact, set[str]] = {}
     for region, steps in _stretches(schedule):
         for step in steps:
-            for copy in zip(step.node.operands, step.rule.needs, strict=True):
+            for copy in step.needed:
                 users.setdefault(copy, set()).add(region)
     return {copy: min(regions) for copy, regions in users.items() if len(regions) == 1 and regions != {""}}
 
@@ -548,7 +571,7 @@ def _working(
 ) -> tuple[Holding, ...]:
     """Of the node that works with most, together with what its checkpointed region has recomputed."""
     graph = schedule.program.graph
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     views = _sharing(graph).views
     most = 0.0
     found: tuple[Holding, ...] = ()
@@ -557,7 +580,7 @@ def _working(
         again: tuple[Holding, ...] = ()
         if region:
             held = copies.apart()
-            kept = {*schedule.regions[region].kept}
+            kept = _kept_by(schedule, region)
             again = tuple(_recomputed(graph, steps, kept, held))
         recomputed = sum(holding.bytes if holding.cut is None else holding.bytes * even for holding in again)
         for step in steps:
@@ -583,13 +606,13 @@ def _working(
 
 
 def _parts_in_chunks(
-    steps: Sequence[Step], rows: int, copies: _Copies, placed: Mapping[str, Placement], parameters: set[str]
+    steps: Sequence[Step], rows: int, copies: _Copies, placed: Mapping[str, Placement], parameters: frozenset[str]
 ) -> Iterator[tuple[int, Cut | None]]:
     """What is multiplied, its gradients (sums over rows in a wide dtype), and the logits of so many rows."""
     product, *between, loss = steps
     logits = product.node.results[0].torch_dtype.itemsize
     wide = max(logits, DTYPES["f32"].itemsize)
-    for k, (name, placement) in enumerate(zip(product.node.operands, product.rule.needs, strict=True)):
+    for k, (name, placement) in enumerate(product.needed):
         value, cut = copies.values[name], cut_of(placement, copies.values[name].shape)
         if name not in parameters and copies.of(name, placement) not in copies.held:
             yield value.bytes, cut
@@ -610,13 +633,11 @@ def _parts_in_chunks(
 
 
 def _parts_at_work(
-    step: Step, copies: _Copies, placed: Mapping[str, Placement], parameters: set[str]
+    step: Step, copies: _Copies, placed: Mapping[str, Placement], parameters: frozenset[str]
 ) -> Iterator[tuple[int, Cut | None]]:
     values = copies.values
-    uses = list(dict.fromkeys(zip(step.node.operands, step.rule.needs, strict=True)))
-    made = [(value.name, give) for value, give in zip(step.node.results, step.rule.gives, strict=True)]
-    seen: set[_Copy] = set()
-    for name, placement in (*uses, *made):
+    seen: set[Fact] = set()
+    for name, placement in (*dict.fromkeys(step.needed), *step.made):
         value = values[name]
         copy = copies.of(name, placement)
         if name not in parameters and copy not in copies.held and copy not in seen:

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lopsided.ir.program import Step
+from lopsided.schedule.coded_state import coding, state_bytes
 from lopsided.schedule.cost import FREE, Affine, Costs, Cut, cut_of
+from lopsided.schedule.offload import travelling
 from lopsided.schedule.schedule import Chunked, Compute, Phase, Schedule
 
-_WIDE = 4  # bytes of an element of a sum over rows, at least
+# Bytes of an element of a sum over rows, at least.
+_WIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class PricedStep:
 
     @cached_property
     def computes(self) -> tuple[Computed, ...]:
-        """In both passes of every round, in order."""
+        """What is computed in both passes of every round, in order."""
         ids = (item.id for item in self.schedule.passes * self.schedule.decisions.microbatches)
         return tuple(self.computed[name] for name in ids if name in self.computed)
 
@@ -56,6 +59,7 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
     around = any((*costs.overheads, *costs.packing))
     on_some = {node: region for region in schedule.regions.values() if region.kinds for node in region.nodes}
     partly: dict[object, tuple[Affine, ...]] = {}  # one for calls that are alike
+    away = travelling(schedule, costs.cluster) if schedule.offloaded else {}
     found: dict[str, Computed] = {}
     for item in schedule.passes:
         if isinstance(item, Compute):
@@ -72,6 +76,8 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
                     (every, region.kinds),
                     tuple(affine if region.runs_on(k) else FREE for k, affine in enumerate(every)),
                 )
+            if item.node in away and item.phase != "again":
+                seconds = tuple(s + more for s, more in zip(seconds, away[item.node], strict=True))
             if any(affine != FREE for affine in seconds):
                 found[item.id] = Computed(item.id, item.node, item.phase, seconds, cost.cut)
     leaves = {leaf.value.name: leaf for leaf in schedule.program.graph.parameters}
@@ -81,8 +87,12 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
             continue  # optimizers pass over what has no gradient
         leaf = leaves[update.parameter]
         seconds = costs.update(leaf, update.placement)
+        if update.bits and costs.optimizer.state:
+            both = zip(seconds, coding(costs, leaf, update.placement), strict=True)
+            seconds = tuple(s + more for s, more in both)
         if update.on_host:
-            both = zip(seconds, costs.fetched(leaf, update.placement), strict=True)
+            size = state_bytes(costs.optimizer, leaf.value, update.bits)
+            both = zip(seconds, costs.fetched(size, update.placement), strict=True)
             seconds = tuple(s + more if k in update.on_host else s for k, (s, more) in enumerate(both))
         cut = cut_of(update.placement, leaf.value.shape)
         found[update.id] = Computed(update.id, update.parameter, "backward", seconds, cut)
@@ -92,8 +102,8 @@ def price(schedule: Schedule, costs: Costs) -> PricedStep:
 def _in_chunks(
     seconds: tuple[Affine, ...], costs: Costs, item: Compute, step: Step, chunked: Chunked
 ) -> tuple[Affine, ...]:
-    """And what every chunk takes beside its rows: launches, and going back the sum over chunks of the gradient of the
-    matrix, which is read and written in a wide dtype where the product does not add to it itself."""
+    """Prices with what every chunk takes beside its rows: launches, and going back the sum over chunks of the gradient
+    of the matrix, which is read and written in a wide dtype where the product does not add to it itself."""
     values, work = costs.graph.values, costs.work(step.node)
     logits = values[step.node.results[0].name]
     chunks = values[step.node.operands[0]].elements / values[step.node.operands[0]].shape[-1] / chunked.rows
@@ -110,7 +120,8 @@ def _in_chunks(
 
 
 def _with_conversions(seconds: tuple[Affine, ...], costs: Costs, item: Compute) -> tuple[Affine, ...]:
-    """And what a process takes around the conversions made for a node: its own work, and packing what is sent."""
+    """Prices with what a process takes around the conversions made for a node: its own work, and packing what is
+    sent."""
     around = zip(seconds, costs.overheads, costs.packing, strict=True)
     return tuple(
         s + Affine(item.conversions * overhead_s + item.packed_bytes * packing_s) for s, overhead_s, packing_s in around

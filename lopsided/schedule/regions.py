@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from lopsided.errors import ProgramError
 from lopsided.ir.graph import Graph, Node, reruns
 from lopsided.ir.notation import Rule
-from lopsided.ir.program import Program
+from lopsided.ir.program import Program, Step
 from lopsided.ops import describe
 from lopsided.ops.op import Call
 from lopsided.schedule.decisions import Decisions, Level, Rerun
@@ -36,6 +36,9 @@ class RegionNodes:
     kept: tuple[str, ...] = ()
     kinds: tuple[int, ...] = ()
 
+    def is_on(self, kind: int) -> bool:
+        return not self.kinds or kind in self.kinds
+
 
 def regions_of(program: Program, decisions: Decisions) -> tuple[RegionNodes, ...]:
     """The regions of a step, in the order of the program. Those of the model run again as they are."""
@@ -50,23 +53,60 @@ def regions_of(program: Program, decisions: Decisions) -> tuple[RegionNodes, ...
             names = tuple(node.name for node in nodes)
             found.append((places[names[0]], RegionNodes(names, frozenset(names))))
     for rerun in decisions.reruns:
-        if rerun.level == "chunked":
-            continue
-        first, last = (_place(places, name, rerun) for name in (rerun.first, rerun.last))
-        steps = program.steps[first : last + 1]
-        if not steps:
-            raise ProgramError(f"{rerun} ends before it begins", do="name the first node first")
-        found.append((first, region_of(graph, [(step.node, step.rule) for step in steps], rerun)))
+        if rerun.level not in ("chunked", "offload"):
+            first, steps = _steps_of(program, places, rerun)
+            found.append((first, region_of(graph, [(step.node, step.rule) for step in steps], rerun)))
     chunked = {name for nodes in heads for name in nodes}
-    if len(chunked) < sum(map(len, heads)) or any(name in chunked for _, region in found for name in region.nodes):
-        raise ProgramError("a loss runs some rows at a time and again", do="leave one out")
+    away = [(places[region.nodes[0]], region) for region in offloaded_of(program, decisions)]
+    held = [name for _, region in (*found, *away) for name in region.nodes]
+    if len(chunked) < sum(map(len, heads)) or not chunked.isdisjoint(held):
+        raise ProgramError("a loss runs some rows at a time and again, or saves in host memory", do=_LEAVE_ONE)
     found.sort(key=lambda pair: pair[0])
-    for (_, one), (start, other) in itertools.pairwise(found):
+    away.sort(key=lambda pair: pair[0])
+    for (_, one), (start, other) in (*itertools.pairwise(found), *itertools.pairwise(away)):
         if start <= places[one.nodes[-1]]:
             raise ProgramError(
-                f"{other.nodes[0]} runs again in two regions", do="leave one out; those of the model are its own"
+                f"{other.nodes[0]} is in two regions", do=f"{_LEAVE_ONE}; those of the model are its own"
             )
+    for start, one in away:
+        last = places[one.nodes[-1]]
+        for begin, other in found:
+            if begin <= last and start <= places[other.nodes[-1]] and not _are_apart(one.kinds, other.kinds):
+                what = f"{other.nodes[0]} runs again, and what it saves is in host memory, on the same devices"
+                raise ProgramError(what, do=_LEAVE_ONE)
     return tuple(region for _, region in found)
+
+
+_LEAVE_ONE = "leave one out"
+
+
+def offloaded_of(program: Program, decisions: Decisions) -> tuple[RegionNodes, ...]:
+    """The regions of which nothing runs again, because what their nodes save is in the memory of the host."""
+    offloaded = [rerun for rerun in decisions.reruns if rerun.level == "offload"]
+    if offloaded and decisions.regather:
+        # What is saved of gathered copies is a note to gather them again, and both would take its place.
+        raise ProgramError(
+            f"{offloaded[0]}: what is saved cannot be in host memory where parameters are gathered again",
+            do="leave one out: regather, or the regions with offload",
+        )
+    places = {step.node.name: k for k, step in enumerate(program.steps)} if offloaded else {}
+    found = []
+    for rerun in offloaded:
+        names = tuple(step.node.name for step in _steps_of(program, places, rerun)[1])
+        found.append(RegionNodes(names, frozenset(), (), rerun.kinds))
+    return tuple(found)
+
+
+def _are_apart(kinds: Sequence[int], others: Sequence[int]) -> bool:
+    return bool(kinds) and bool(others) and {*kinds}.isdisjoint(others)
+
+
+def _steps_of(program: Program, places: Mapping[str, int], rerun: Rerun) -> tuple[int, Sequence[Step]]:
+    first, last = (_place(places, name, rerun) for name in (rerun.first, rerun.last))
+    steps = program.steps[first : last + 1]
+    if not steps:
+        raise ProgramError(f"{rerun} ends before it begins", do="name the first node first")
+    return first, steps
 
 
 def _place(places: Mapping[str, int], name: str, rerun: Rerun) -> int:
@@ -77,7 +117,7 @@ def _place(places: Mapping[str, int], name: str, rerun: Rerun) -> int:
 
 def region_of(graph: Graph, steps: Sequence[tuple[Node, Rule | None]], rerun: Rerun) -> RegionNodes:
     """What of these nodes runs again. Without a rule, a node is taken to compute as it does on one device."""
-    parameters = {leaf.value.name for leaf in graph.parameters}
+    parameters = graph.parameter_names
     needed: set[str] = set()
     again: list[str] = []
     kept: list[str] = []
@@ -104,14 +144,14 @@ def region_of(graph: Graph, steps: Sequence[tuple[Node, Rule | None]], rerun: Re
     return RegionNodes(names, frozenset(again), tuple(reversed(kept)), rerun.kinds)
 
 
-def is_spared(node: Node, parameters: set[str], level: Level) -> bool:
+def is_spared(node: Node, parameters: frozenset[str], level: Level) -> bool:
     """Whether a level keeps what a node makes rather than running it again."""
     if level == "whole" or not is_product(node.op):
         return False
     return level == "cheap" or _has_weight(node, parameters)
 
 
-def _has_weight(node: Node, parameters: set[str]) -> bool:
+def _has_weight(node: Node, parameters: frozenset[str]) -> bool:
     return any(name in parameters for name in node.operands)
 
 
@@ -120,7 +160,7 @@ def _draws(graph: Graph, node: Node) -> bool:
     entry = describe(node.op)
     if entry is None:
         return True
-    call = Call(node, tuple(graph.values[name] for name in node.operands))
+    call = Call.of(node, graph.values)
     if entry.random and "scaled_dot_product_attention" not in node.op:
         return True
     return any(bool(call.arg(name)) for name in ("dropout_p", "dropout"))
@@ -129,12 +169,13 @@ def _draws(graph: Graph, node: Node) -> bool:
 def reruns_in(graph: Graph, planned: Sequence[Rerun]) -> Iterator[Rerun]:
     """Those that another graph of the same model has too: of a batch of another shape, or without labels."""
     places = {node.name: k for k, node in enumerate(graph.nodes)}
-    own, end = reruns(graph), -1
+    own, ends = reruns(graph), {True: -1, False: -1}  # of those that run again and of those that do not
     heads = {(head.first, head.last) for head in loss_heads(graph)}
     for rerun in planned:
         if rerun.level == "chunked" and (rerun.first, rerun.last) not in heads:
             continue
         first, last = places.get(rerun.first, -1), places.get(rerun.last, -1)
+        end = ends[rerun.level == "offload"]
         if end < first <= last and not any(node.name in own for node in graph.nodes[first : last + 1]):
-            end = last
+            ends[rerun.level == "offload"] = last
             yield rerun

@@ -35,8 +35,9 @@ from lopsided.capturing.saved_tensors import record_saved
 from lopsided.errors import InputError
 from lopsided.ir.graph import DTYPE_NAMES, Arg, Atom, Graph, Leaf, Node, Ref, Saved, Value, signature
 from lopsided.ir.notation import Rule
-from lopsided.ir.op_call import aten_overload, call_op, surroundings
+from lopsided.ir.op_call import aten_overload, call_op, listed, surroundings
 from lopsided.ir.placement import I, P, Placement, join_pieces, take_piece
+from lopsided.ir.program import whole_rule
 from lopsided.ops import describe
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.losses import elementwise_of_piece, rowwise_of_piece
@@ -48,7 +49,8 @@ from lopsided.ops.reduce import mean_of_piece
 from lopsided.ops.views import expand_to_local_shape, new_of_local_shape, to_local_shape
 from lopsided.ops.windows import nearest_of_piece, unpooled_of_piece
 
-_SUM, _MEAN = 2, 1  # how torch's losses number their reductions
+# How torch's losses number their reductions.
+_SUM, _MEAN = 2, 1
 _MEAN_OF_ROWS = "mean_of_rows"
 
 
@@ -95,8 +97,7 @@ class Rounds:
             for node in self.ahead:
                 with surroundings(node.context):
                     made = call_op(node, [values[name] for name in node.operands], device)
-                results = made if isinstance(made, tuple | list) else [made]
-                values.update((value.name, tensor) for value, tensor in zip(node.results, results, strict=True))
+                values.update((value.name, tensor) for value, tensor in zip(node.results, listed(made), strict=True))
         return {leaf: values[source].detach() for leaf, source, _ in self.precomputed}
 
     def of_round(self, whole: Tensor, at: Placement, number: int) -> Tensor:
@@ -234,7 +235,7 @@ class _Cutter:
 
     def _node(self, node: Node) -> None:
         if all(self.placed[name] == I for name in node.operands):
-            rule = Rule((I,) * len(node.operands), (I,) * len(node.results))
+            rule = whole_rule(node)
             if any(self.take(name, I) is None for name in node.operands):
                 raise self._refusal(node)
             self._emit(node, rule)
@@ -313,7 +314,7 @@ class _Cutter:
         return self._ahead(name, wanted) if name in self.given else None
 
     def _part_of(self, name: str) -> str | None:
-        """Of an invariant value every round has as much."""
+        """What a round has of an invariant value: every round as much."""
         whole = self.take(name, I)
         if whole is None:
             return None
@@ -377,7 +378,7 @@ class _Cutter:
     def _mean_of_rows(self, node: Node, operands: Sequence[Ref]) -> None:
         """The sum of the round's rows, divided by the count of those of the whole batch that are not ignored."""
         value = node.results[0]
-        call = self._call(node)
+        call = Call.of(node, self.graph.values)
         count = self._count(node, call)
         total = replace(value, name=f"{value.name}.sum")
         if value.dtype == "f16":
@@ -430,9 +431,6 @@ class _Cutter:
 
     # What a call is on the rows of a round
 
-    def _call(self, node: Node) -> Call:
-        return Call(node, tuple(self.graph.values[name] for name in node.operands))
-
     def _localised(self, node: Node, rule: Rule) -> _Form | None:
         """The call that computes a round's part by a rule; None where none is known."""
         placed = (*rule.needs, *rule.gives)
@@ -444,7 +442,7 @@ class _Cutter:
         entry = describe(node.op)
         local = entry.local if entry is not None else None
         shapes = [self._shape(value, give) for value, give in zip(node.results, rule.gives, strict=True)]
-        call = self._call(node)
+        call = Call.of(node, self.graph.values)
         # A reference in the place of every operand, in their order.
         refs = [Ref(name) for name in node.operands]
         if local is to_local_shape:
@@ -501,8 +499,10 @@ class _Cutter:
 _AS_THEY_ARE = (convolution_of_piece, group_norm_of_piece, nearest_of_piece, unpooled_of_piece)
 """How pieces are computed by ops that are called on some rows as on all; their pieces along other dims differ."""
 
-_AHEAD = 100  # the price of computing something before the rounds: more than any conversion within one
-_DEEPEST = 8  # nodes that are made again for a part of what they make, one behind the other
+# The price of computing something before the rounds: more than any conversion within one.
+_AHEAD = 100
+# So many nodes, one behind the other, are made again for a part of what they make.
+_DEEPEST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -558,9 +558,7 @@ def _check_shapes(graph: Graph) -> None:
             operands = [torch.empty(v.shape, dtype=v.torch_dtype) for v in (graph.values[n] for n in node.operands)]
             try:
                 made = call_op(node, operands, torch.device("cpu"))
-                found = [
-                    (tuple(t.shape), DTYPE_NAMES[t.dtype]) for t in (made if isinstance(made, tuple | list) else [made])
-                ]
+                found = [(tuple(t.shape), DTYPE_NAMES[t.dtype]) for t in listed(made)]
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 found = [((), str(error))]
             said = [(value.shape, value.dtype) for value in node.results]

@@ -34,22 +34,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from lopsided.errors import ProgramError
 from lopsided.ir.graph import reruns
-from lopsided.ir.placement import Placement, parse_placement
-from lopsided.ir.program import Program, Step
+from lopsided.ir.placement import Placement
+from lopsided.ir.program import Program, Step, placement_at
 from lopsided.ops.simulated_devices import cotangent
 from lopsided.schedule.cost import Transfer, conversion, sent_by
 from lopsided.schedule.decisions import (
-    LISTED,
     Decisions,
-    parse_on_host,
-    parse_rerun,
+    parse_decisions,
 )
+from lopsided.schedule.regions import RegionNodes, offloaded_of
 
 Phase = Literal["forward", "again", "backward"]
 
@@ -105,7 +104,7 @@ class Bucket:
 
     id: str
     members: tuple[str, ...]  # ids, in the order in which they are taken or given
-    transfers: tuple[Transfer, ...]  # theirs
+    transfers: tuple[Transfer, ...]  # what each of them sends
     hides: bool = True
 
     @property
@@ -176,13 +175,15 @@ class Chunked:
 class Update:
     """The optimizer updates what this device stores of a parameter.
 
-    Devices of the kinds `on_host` fetch its state from the memory of their host for that, and take it back there.
+    Devices of the kinds `on_host` fetch its state from the memory of their host for that, and take it back there. State
+    that is kept in so many `bits` is written out for it, and put into them again.
     """
 
     id: str
     parameter: str
     placement: Placement
     on_host: tuple[int, ...] = ()
+    bits: int = 0
 
 
 Item = Compute | Exchange | Redistribute | GatherBucket | ReduceBucket | Recompute | Stretch | Chunked
@@ -204,7 +205,7 @@ class Schedule:
 
     @cached_property
     def steps(self) -> Mapping[str, Step]:
-        """By which rule every node runs."""
+        """The step of every node: by which rule it runs."""
         return {step.node.name: step for step in self.program.steps}
 
     @property
@@ -260,6 +261,11 @@ class Schedule:
     def regions(self) -> Mapping[str, Recompute]:
         """What runs again, by the id of the region."""
         return {item.id: item for item in self.backward if isinstance(item, Recompute)}
+
+    @cached_property
+    def offloaded(self) -> Mapping[str, RegionNodes]:
+        """What is saved in the memory of the host, by an id of the region."""
+        return {f"offload.{k}": region for k, region in enumerate(offloaded_of(self.program, self.decisions))}
 
     @cached_property
     def chunked(self) -> Mapping[str, Chunked]:
@@ -353,13 +359,14 @@ def _line(item: Item | Update) -> str:
         return f"{item.id} = {', '.join(item.nodes)}{kept}{on}"
     if isinstance(item, Update):
         on = f" from host on {', '.join(map(str, item.on_host))}" if item.on_host else ""
-        return f"update {item.parameter} {item.placement}{on}"
+        bits = f" in {item.bits} bits" if item.bits else ""
+        return f"update {item.parameter} {item.placement}{bits}{on}"
     if not item.bucket:
         return f"convert {item.id}"
     return f"{'give' if item.phase == 'backward' else 'take'} {item.id} by {item.bucket}"
 
 
-_STEP = re.compile(r"step ((?:\w+=\d+(?: |$))+)(?:reruns=(\S+) ?)?(?:on_host=(\S+))?")
+_STEP = re.compile(r"step (\w+=.+)")
 _RUN = re.compile(r"(run|again|back) (\S+)")
 _EXCHANGE = re.compile(r"exchange (run|again|back) (\S+) #(\d+)")
 _CONVERT = re.compile(r"(?:convert|take|give) ((∂?)(\S+) (\S+)→(\S+?)( again)?)(?: by (\S+))?")
@@ -367,7 +374,7 @@ _BUCKET = re.compile(r"((gather|reduce)\.\d+) = (\w+) (\w+) (.+?)( waited for)?"
 _STRETCH = re.compile(r"(stretch\.\S+) = (.+)")
 _CHUNKED = re.compile(r"(chunked\.\S+) = (.+) by (\d{1,12}) rows")
 _RECOMPUTE = re.compile(r"(recompute\.\d+) = (.+?)(?: keeps (.+?))?(?: on ([\d, ]+))?")
-_UPDATE = re.compile(r"update (\S+) (\S+)(?: from host on ([\d, ]+))?")
+_UPDATE = re.compile(r"update (\S+) (\S+)(?: in (\d{1,2}) bits)?(?: from host on ([\d, ]+))?")
 _PHASES: Mapping[str, Phase] = {"run": "forward", "again": "again", "back": "backward"}
 
 
@@ -392,15 +399,13 @@ class _Parser:
 
     def read(self, line: str, where: str) -> None:
         if match := _STEP.fullmatch(line):
-            reruns = tuple(map(parse_rerun, match[2].split(","))) if match[2] else ()
-            on_host = tuple(map(parse_on_host, match[3].split(","))) if match[3] else ()
-            self.decisions = replace(_decisions(match[1], where), reruns=reruns, on_host=on_host)
+            self.decisions = _decisions(match[1], where)
         elif line in ("forward", "backward", "update"):
             self.section = line
         elif self.section == "update" and (match := _UPDATE.fullmatch(line)):
             self._known(match[1], where)
-            kinds = tuple(map(int, match[3].split(", "))) if match[3] else ()
-            self.updates.append(Update(f"update {match[1]}", match[1], _placement(match[2], where), kinds))
+            kinds, bits = tuple(map(int, match[4].split(", "))) if match[4] else (), int(match[3] or 0)
+            self.updates.append(Update(f"update {match[1]}", match[1], placement_at(match[2], where), kinds, bits))
         elif self.section in self.passes and (item := self._item(line, where)) is not None:
             self.passes[self.section].append(item)
         else:
@@ -441,13 +446,13 @@ class _Parser:
     def _redistribute(self, match: re.Match[str], where: str) -> Redistribute:
         name, is_cotangent, again = match[3], bool(match[2]), bool(match[6])
         self._known(name, where)
-        source, to = _placement(match[4], where), _placement(match[5], where)
+        source, to = placement_at(match[4], where), placement_at(match[5], where)
         phase: Phase = "backward" if is_cotangent else "again" if again else "forward"
         transfer = sent_as(self.program, name, source, to, phase)
         return Redistribute(match[1], name, source, to, phase, transfer, match[7] or "")
 
     def schedule(self) -> Schedule:
-        """With the members of buckets filled in, and what was made for each node counted."""
+        """The schedule, with the members of buckets filled in and what was made for each node counted."""
         known = {
             item.id: item.transfer
             for items in self.passes.values()
@@ -486,18 +491,8 @@ class _Parser:
 
 
 def _decisions(text: str, where: str) -> Decisions:
-    known = {field.name: field.type for field in fields(Decisions) if field.name not in LISTED}
-    given: dict[str, int | bool] = {}
-    for name, number in (pair.split("=") for pair in text.split()):
-        if name not in known or len(number) > 18:
-            raise ProgramError(f"there is no decision {name}={number[:20]}", where=where, do=f"give {', '.join(known)}")
-        given[name] = bool(int(number)) if known[name] == "bool" else int(number)
-    return replace(Decisions(), **given)  # type: ignore[arg-type]
-
-
-def _placement(text: str, where: str) -> Placement:
     try:
-        return parse_placement(text)
+        return parse_decisions(text)
     except ProgramError as error:
         raise ProgramError(error.what, where=where, do=error.do) from None
 
@@ -532,10 +527,10 @@ def conversions_of(program: Program) -> dict[str, int]:
     found: dict[str, int] = {}
     for step in program.steps:
         before = len(made)
-        for name, chain in zip(step.node.operands, step.chains, strict=True):
+        for name, chain in step.taken:
             made.update((name, to) for to in chain[1:])
         found[step.node.name] = len(made) - before
-        made.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+        made.update(step.made)
     return found
 
 
@@ -637,10 +632,10 @@ def _check_order(schedule: Schedule) -> None:
                 raise ProgramError(f"{item.node} runs backward too early", do="go backward in the backward pass")
         elif isinstance(item, Compute):
             step = steps[item.node]
-            for copy in zip(step.node.operands, step.rule.needs, strict=True):
+            for copy in step.needed:
                 if copy not in facts:
                     raise ProgramError(f"{item.node} runs before it has {copy[0]} as {copy[1]}", do="redistribute it")
-            facts.update((v.name, give) for v, give in zip(step.node.results, step.rule.gives, strict=True))
+            facts.update(step.made)
     order = {step.node.name: k for k, step in enumerate(program.steps)}
     last, again = len(order), reruns(program.graph)
     names = [step.node.name for step in program.steps]

@@ -8,7 +8,7 @@ be long where gradients travel behind computing. It ends
 
     before a node that waits      for a conversion that sends something, forward or backward
     around a node that talks      which sends something by itself
-    with a checkpointed region    which runs again as a whole
+    with a checkpointed region    which runs again as a whole, but for nodes that are spared that: these stand alone
     where the model is narrow     after at most so many nodes, where the fewest values with a gradient lead on: between
                                   two layers. The latest such place is taken, so layers that repeat are cut alike
 
@@ -42,7 +42,7 @@ class Joinable:
 
     step: Step
     takes: tuple[str, ...] | None
-    region: int  # that runs again, or -1
+    regions: tuple[int, int]  # the region that runs again, and the one that saves in host memory; or -1
 
 
 def grouped(program: Program, candidates: Sequence[Joinable], most: int) -> Iterator[range]:
@@ -65,7 +65,7 @@ def _together(candidates: Sequence[Joinable]) -> int:
         return 0
     made: set[str] = set()
     for count, one in enumerate(candidates):
-        if one.takes is None or one.region != first.region or made.intersection(one.takes):
+        if one.takes is None or one.regions != first.regions or made.intersection(one.takes):
             return count - 1
         made.update(value.name for value in one.step.node.results)
     return len(candidates) - 1

@@ -134,7 +134,7 @@ class Timeline:
 
 
 def run(priced: PricedStep, network: Network, scale: Scale, *, events: bool = False) -> Timeline:
-    """One training step."""
+    """Simulate one training step."""
     lanes = _Lanes(network, scale, priced.computed, [] if events else None)
     forward = begun = 0.0
     for there, back in priced.schedule.rounds():
@@ -193,8 +193,8 @@ class _Lanes:
         self.hiding_ones: list[_Hiding] = []  # in the order they are sent
         self.gathers: dict[str, int] = {}  # numbers of the buckets of parameters among these, by id
         self.last_gradients = -1  # the number of the last bucket of gradients
-        self.passed = 0  # so many of them are over for all,
-        self.over = [0] * len(self.kinds)  # and for each
+        self.passed = 0  # how many of these are over for all kinds
+        self.over = [0] * len(self.kinds)  # how many are over for each kind
         self.blocking = self.hiding = 0.0
         self._computing: dict[tuple[tuple[int, object], ...], tuple[float, ...]] = {}
         self._sending: dict[tuple[str, float, float], float] = {}

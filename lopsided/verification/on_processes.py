@@ -16,7 +16,6 @@ same random numbers.
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,12 +32,13 @@ from lopsided.cluster.cluster import Cluster, Kind, Link
 from lopsided.cluster.cluster_file import parse_cluster
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, meet
-from lopsided.errors import ModelError, PlanError
+from lopsided.errors import PlanError
+from lopsided.executor.compiled import NOTHING_MADE, Made, made_so_far
 from lopsided.ir.graph import DTYPES, Graph
 from lopsided.ir.graph_text import parse_graph
 from lopsided.ir.op_call import TOLERANCE, default_dtype_of, in_float64
 from lopsided.ir.placement import Shares
-from lopsided.ir.program import Program, Step, one_device, parse_program
+from lopsided.ir.program import Program, one_device, parse_program
 from lopsided.models.by_name import load
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.simulated_devices import SeededRandomness
@@ -54,8 +54,18 @@ from lopsided.runtime.parameters.piece_tensors import plain, plain_gradient
 from lopsided.schedule.cost import Costs, Scale, optimizer_named
 from lopsided.schedule.decisions import Decisions, OnHost, Rerun
 from lopsided.schedule.rounds import Rounds, in_rounds, may_draw
+from lopsided.schedule.stretches import most_nodes
 from lopsided.verification.simulator import Simulation, simulate
-from lopsided.verification.verifier import compare, copied, random_program, random_shares, widened
+from lopsided.verification.verifier import (
+    calm_of,
+    compare,
+    copied,
+    floor_of,
+    random_program,
+    random_shares,
+    widened,
+    with_tensors,
+)
 
 STEPS = 20
 CURVE_TOLERANCE = {"f64": 1e-7, "f32": 1e-4, "f16": 2e-2, "bf16": 1e-1}
@@ -93,6 +103,7 @@ class ProcessesJob:
     trains: bool  # STEPS steps in its own dtype, or one in float64
     tolerance: float
     on_host: tuple[OnHost, ...] = ()
+    stretch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,7 @@ class Claim:
     error: float
     where: str
     tolerance: float
+    functions: Made = NOTHING_MADE  # of all processes
 
     @property
     def holds(self) -> bool:
@@ -132,11 +144,20 @@ def planned(subject: Subject, file: str, graph: Graph) -> tuple[Subject, Plan]:
 
 def jobs_of_plan(subject: Subject, plan: Plan) -> list[ProcessesJob]:
     both = _both("the plan", subject, plan.program, plan.shares, plan.regather, plan.on)
-    return [replace(job, reruns=plan.reruns, on_host=plan.on_host, microbatches=plan.microbatches) for job in both]
+    return [
+        replace(job, reruns=plan.reruns, on_host=plan.on_host, microbatches=plan.microbatches, stretch=plan.stretch)
+        for job in both
+    ]
 
 
 def jobs_at_large(
-    subject: Subject, graph: Graph, shares: Sequence[float] | None, processes: int, programs: int
+    subject: Subject,
+    graph: Graph,
+    shares: Sequence[float] | None,
+    processes: int,
+    programs: int,
+    *,
+    compiled: bool = False,
 ) -> list[ProcessesJob]:
     """The classics, and random programs, every second with the given shares."""
     book, where = derive_rules(graph), _alike(processes)
@@ -157,13 +178,14 @@ def jobs_at_large(
             _step(
                 f"{programs} random program{'s' if programs > 1 else ''}",
                 subject,
-                random_program(book, state),
+                random_program(book, state, calm=calm_of(k, compiled=compiled)),
                 own,
                 k % 4 > 1,
                 where,
             )
         )
-    return jobs
+    most = most_nodes(processes, len(graph.nodes)) if compiled else 0
+    return [replace(job, stretch=most) for job in jobs]
 
 
 def _both(
@@ -210,18 +232,6 @@ def _in_full(dtype: str) -> str:
     return str(DTYPES[dtype]).removeprefix("torch.")
 
 
-def check_memory(graph: Graph, processes: int) -> None:
-    """Refuse before the machine does: every process holds the model in float64 and computes all of one device."""
-    needed = 2 * processes * sum(value.bytes for value in in_float64(graph).values.values())
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > has:
-        raise ModelError(
-            f"running this model in float64 on {processes} processes may take {needed / 1e9:.0f} GB, and this machine "
-            f"has {has / 1e9:.0f} GB",
-            do="choose a smaller batch or smaller sizes, and plan them; rules do not depend on size",
-        )
-
-
 # Running it
 
 
@@ -232,27 +242,34 @@ def on_simulated_devices(subject: Subject, plan: Plan) -> Claim:
     model, batch = _cast(*_loaded(subject), "f64")
     expected = _alone(whole, plan.microbatches, model, batch, subject.seed)
     about, rounds = (wide.program, model, batch, wide.shares), in_rounds(whole, plan.microbatches)
+    before = made_so_far()
     found = simulate(
         *about, seed=subject.seed, decisions=wide.decisions, kinds=wide.kind_numbers, rounds=_if_several(rounds)
     )
     error, where = compare(found, expected)
-    return Claim("the plan: a step in float64", error, where, TOLERANCE)
+    return Claim("the plan: a step in float64", error, where, TOLERANCE, made_so_far().since(before))
 
 
 def prove(pool: WorkerPool, jobs: Sequence[ProcessesJob], progress: Callable[[], None] = lambda: None) -> list[Claim]:
     """A claim for each job, those of one name together in one: the worst."""
     found: dict[str, Claim] = {}
     for job in jobs:
-        for rank, (error, where) in enumerate(pool.run(compared, job)):
+        for rank, (error, where, functions) in enumerate(pool.run(compared, job)):
             claim = Claim(job.what, error, f"{where}, rank {rank}", job.tolerance)
-            if job.what not in found or not claim.error <= found[job.what].error:
-                found[job.what] = claim
+            before = found.get(job.what, claim)
+            functions = before.functions.and_also(functions)
+            found[job.what] = replace(before if claim.error <= before.error else claim, functions=functions)
         progress()
     return list(found.values())
 
 
-def compared(job: ProcessesJob) -> tuple[float, str]:
-    """In a worker: the worst error as this process sees it, and where."""
+def compared(job: ProcessesJob) -> tuple[float, str, Made]:
+    """The worst error as this worker sees it, where, and what it compiled."""
+    before = made_so_far()
+    return (*_compared(job), made_so_far().since(before))
+
+
+def _compared(job: ProcessesJob) -> tuple[float, str]:
     plan = _parsed(job)
     model, batch = _built(job.subject)
     world = meet(plan, device=torch.device("cpu"))
@@ -260,7 +277,7 @@ def compared(job: ProcessesJob) -> tuple[float, str]:
         step = compare_step(model, batch, plan, world, seed=job.subject.seed)
         return step.error, step.where
     training = compare_training(model, batch, plan, world, steps=STEPS, seed=job.subject.seed)
-    errors = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(training.curve, training.expected, strict=True)]
+    errors = training.curve_errors
     worst = max(range(len(errors)), key=errors.__getitem__, default=-1)
     ended = f" ({len(errors)} compared: then that of one device is no number)" if len(errors) < STEPS else ""
     return (errors[worst] if errors else math.inf), f"loss of step {worst + 1}{ended}"
@@ -279,7 +296,7 @@ def _parsed(job: ProcessesJob) -> Plan:
     report = SearchReport(0.0, 0, 0.0, 0.0, 0.0, "", 0, ())
     memory = (0,) * len(job.shares)
     made = Plan(where, where, program, job.shares, "adamw", job.regather, 0.0, nothing, memory, (), report, (), ())
-    return replace(made, reruns=job.reruns, on_host=job.on_host, microbatches=job.microbatches)
+    return replace(made, reruns=job.reruns, on_host=job.on_host, microbatches=job.microbatches, stretch=job.stretch)
 
 
 @lru_cache(maxsize=1)
@@ -300,11 +317,11 @@ def _loaded(subject: Subject) -> Built:
 
 
 def _cast(model: nn.Module, batch: object, dtype: str) -> Built:
-    tensors, rebuild = flatten_batch(batch)
-    to = DTYPES[dtype]
-    inputs = [tensor.to(to) if tensor.dtype.is_floating_point else tensor for tensor in tensors.values()]
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(DTYPES[dtype]) if tensor.dtype.is_floating_point else tensor
+
     # Not by `Module.to`, which takes complex parameters for real ones.
-    return model._apply(lambda t: t.to(to) if t.dtype.is_floating_point else t), in_form_of(batch, *rebuild(inputs))
+    return model._apply(cast), with_tensors(batch, cast)
 
 
 def _take_from_rank_0(tensor: Tensor) -> None:
@@ -328,23 +345,25 @@ class Sameness:
     expected: tuple[float, ...] = ()
 
     @property
-    def curve_error(self) -> float:
-        pairs = zip(self.curve, self.expected, strict=True)
-        return max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0)
+    def curve_errors(self) -> list[float]:
+        return [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(self.curve, self.expected, strict=True)]
 
 
 def compare_step(model: nn.Module, batch: object, plan: Plan, world: World, *, seed: int = 0) -> Sameness:
     """One forward and backward pass in float64."""
     wide, graph = in_wide(plan), in_float64(_whole_graph(plan, model, batch))
-    model64, batch64 = widened(copied(model).to(world.device)), _double(batch, world.device)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(world.device, torch.float64 if tensor.dtype.is_floating_point else tensor.dtype)
+
+    model64, batch64 = widened(copied(model).to(world.device)), with_tensors(batch, moved)
     expected = _alone(graph, plan.microbatches, model64, batch64, seed)
     pm = seeded(copied(model64), batch64, graph, wide, world, seed)
     with default_dtype_of(wide.graph):
         loss = _loss_of(pm, batch64)
         loss.backward()
     errors = [(relative_error(loss.detach(), expected.loss), "loss")]
-    # A gradient that is nothing but rounding is measured against the largest there is.
-    floor = 1e-5 * max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
+    floor = floor_of(expected)
     for name, parameter in pm.named_parameters():
         piece = pm.pieces[name]
         if piece.trained and piece.rank >= 0:
@@ -361,7 +380,7 @@ def compare_step(model: nn.Module, batch: object, plan: Plan, world: World, *, s
 
 
 def _error(found: Tensor, expected: Tensor, whole: Tensor, floor: float) -> float:
-    """Of a piece, relative to the largest element of the whole."""
+    """The error of a piece, relative to the largest element of the whole."""
     if found.shape != expected.shape:
         return math.inf
     if not found.numel():
@@ -467,17 +486,4 @@ def seeded(model: nn.Module, batch: object, graph: Graph, plan: Plan, world: Wor
 def in_wide(plan: Plan) -> Plan:
     """The plan for the same model in float64."""
     graph = in_float64(plan.graph)
-    return replace(plan, program=_on(graph, plan.program))
-
-
-def _on(graph: Graph, program: Program) -> Program:
-    """The same choices for a graph with the same names."""
-    nodes = {node.name: node for node in graph.nodes}
-    steps = tuple(Step(nodes[step.node.name], step.rule, step.chains) for step in program.steps)
-    return Program(graph, program.leaves, steps, program.loss, program.updates)
-
-
-def _double(batch: object, device: torch.device) -> object:
-    tensors, rebuild = flatten_batch(batch)
-    moved = [t.to(device) for t in tensors.values()]
-    return in_form_of(batch, *rebuild([t.double() if t.dtype.is_floating_point else t for t in moved]))
+    return replace(plan, program=plan.program.for_graph(graph))

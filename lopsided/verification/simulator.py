@@ -134,7 +134,7 @@ def _run_rank(
                 found[name] = parameters[leaf.target] = nn.Parameter(piece, requires_grad=leaf.value.grad)
         return found
 
-    leaves_of(0)  # the parameters
+    leaves_of(0)  # which makes the parameters
     exchange = Redistributor(communicator, shares, communicator.network)
     gradients = Gradients(exchange)
     executor = Executor(schedule, exchange, gradients, SeededRandomness(seed, shares), parameters, device, kind=kind)

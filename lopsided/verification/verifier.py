@@ -5,7 +5,8 @@ program, and how often every placement and conversion was used. First the captur
 itself, then every program with the graph on one device.
 
 In a random program (`random_program`) any rule may follow any other, with whatever conversions that takes, detours
-included, and shares may be zero.
+included, and shares may be zero. `compiled`, stretches of it run as functions that Inductor makes; one device never
+does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import copy
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,16 +26,20 @@ from lopsided.capturing.capture_graph import check_model, trace, without_unused
 from lopsided.capturing.eager_check import tensors_of
 from lopsided.capturing.saved_tensors import record_saved
 from lopsided.errors import ModelError
-from lopsided.ir.graph import Graph, Value
+from lopsided.executor.compiled import Made, made_so_far
+from lopsided.ir.graph import Graph, Node, Value
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import TOLERANCE, in_float64, run_graph
 from lopsided.ir.placement import I, P, Placement, R, check_shares
 from lopsided.ir.program import Chain, Program, RuleBook, Step, check_program, one_device
 from lopsided.ops.derive import derive_rules
 from lopsided.ops.trial import relative_error
+from lopsided.schedule.decisions import Decisions
+from lopsided.schedule.stretches import most_nodes
 from lopsided.verification.simulator import Simulation, simulate
 
-_LARGE = 2_000_000  # parameters, from which on memory is looked at before anything is run
+# With more parameters than this, memory is looked at before anything is run.
+_LARGE = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class Verification:
     conversions: Mapping[str, int]
     rules: Mapping[str, int]
     by_experiment: tuple[str, ...]
+    functions: Made  # that were compiled
 
     @property
     def worst(self) -> Trial:
@@ -80,16 +86,20 @@ def verify(
     programs: int = 50,
     seed: int = 0,
     loss_fn: LossFn | None = None,
+    compiled: bool = False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Verification:
-    """Run random programs of `model` and compare. Every second one has the given shares, the others random ones."""
+    """Run random programs of `model` and compare. Every second one has the given shares, the others random ones.
+
+    `compiled`, they run as they do with `parallelize(compile=True)`, and two of every four gather parameters again.
+    """
     first = check_shares(shares) if shares is not None else None
     check_model(model, loss_fn)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("no parameter of the model requires a gradient", do="train at least one parameter")
     if sum(p.numel() for p in model.parameters()) > _LARGE:
-        _check_memory(in_float64(trace(model, batch, loss_fn=loss_fn)), len(first or ()) or devices)
-    model64, batch64 = copied(model).double(), _double(batch)
+        check_memory(trace(model, batch, loss_fn=loss_fn), len(first or ()) or devices)
+    model64, batch64 = copied(model).double(), with_tensors(batch, _double)
     try:
         _run_model(model64, batch64, loss_fn)
     except Exception:
@@ -105,12 +115,14 @@ def verify(
     _check_finite(reference)
     state = random.Random(seed)
     used: dict[str, Counter[str]] = {"placements": Counter(), "conversions": Counter(), "rules": Counter()}
-    trials = []
+    trials, before = [], made_so_far()
     for k in range(programs):
-        program = random_program(book, state)
+        program = random_program(book, state, calm=calm_of(k, compiled=compiled))
         check_program(program, book)
         fractions = first if first is not None and k % 2 == 0 else random_shares(len(first or ()) or devices, state)
-        found = simulate(program, model64, batch64, fractions, seed=seed)
+        most = most_nodes(len(fractions), len(wide.nodes)) if compiled else 0
+        decisions = Decisions(stretch=most, regather=compiled and k % 4 > 1)
+        found = simulate(program, model64, batch64, fractions, seed=seed, decisions=decisions)
         error, where = compare(found, reference)
         trials.append(Trial(program, fractions, error, where))
         _count(program, used)
@@ -128,6 +140,7 @@ def verify(
         used["conversions"],
         used["rules"],
         ops,
+        made_so_far().since(before),
     )
 
 
@@ -164,30 +177,34 @@ def suspects(result: Verification) -> list[tuple[str, Rule, int, int]]:
     return [(op, rule, failing[op, rule], others[op, rule]) for op, rule in ranked]
 
 
+def floor_of(expected: Simulation) -> float:
+    """A gradient that is nothing but rounding (a key's bias under softmax) is measured against the largest there is."""
+    return 1e-5 * max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
+
+
 def compare(found: Simulation, expected: Simulation) -> tuple[float, str]:
     """The worst relative error, and what has it."""
     errors = [
         (relative_error(found.loss, expected.loss), "loss"),
         (found.spread, "replicas that should be equal"),
     ]
-    # A gradient that is nothing but rounding (a key's bias under softmax) is measured against the largest there is.
-    largest = max((g.abs().max().item() for g in expected.gradients.values() if g.numel()), default=1.0)
+    floor = floor_of(expected)
     for name, gradient in expected.gradients.items():
-        errors.append((relative_error(found.gradients[name], gradient, largest * 1e-5), f"gradient of {name}"))
+        errors.append((relative_error(found.gradients[name], gradient, floor), f"gradient of {name}"))
     largest = max((b.abs().max().item() for b in expected.buffers.values() if b.dtype.is_floating_point), default=1.0)
     for name, buffer in expected.buffers.items():
         errors.append((relative_error(found.buffers[name], buffer, largest * 1e-5), f"buffer {name}"))
     return max(errors, key=lambda pair: pair[0])
 
 
-def _check_memory(graph: Graph, devices: int) -> None:
-    """Refuse before the machine does: every simulated device may hold every value, and its gradient."""
-    needed = 2 * devices * sum(value.bytes for value in graph.values.values())
+def check_memory(graph: Graph, devices: int, *, processes: bool = False) -> None:
+    """Refuse before the machine does: every device may hold every value in float64, and its gradient."""
+    needed = 2 * devices * sum(value.bytes for value in in_float64(graph).values.values())
     has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > has:
         raise ModelError(
-            f"verifying this model in float64 on {devices} simulated devices may take {needed / 1e9:.0f} GB, "
-            f"and this machine has {has / 1e9:.0f} GB",
+            f"verifying this model in float64 on {devices} {'processes' if processes else 'simulated devices'} may "
+            f"take {needed / 1e9:.0f} GB, and this machine has {has / 1e9:.0f} GB",
             do="choose a smaller batch (--batch) or smaller sizes; rules do not depend on size",
         )
 
@@ -203,10 +220,14 @@ def _check_finite(reference: Simulation) -> None:
             )
 
 
-def _double(batch: object) -> object:
+def with_tensors(batch: object, changed: Callable[[Tensor], Tensor]) -> object:
+    """A batch of the same form with its tensors changed."""
     tensors, rebuild = flatten_batch(batch)
-    wide = [t.double() if t.dtype.is_floating_point else t.clone() for t in tensors.values()]
-    return in_form_of(batch, *rebuild(wide))
+    return in_form_of(batch, *rebuild([changed(tensor) for tensor in tensors.values()]))
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype.is_floating_point else tensor.clone()
 
 
 def _run_model(model: nn.Module, batch: object, loss_fn: LossFn | None) -> tuple[nn.Module, Tensor]:
@@ -260,12 +281,21 @@ def _capture_error(graph: Graph, model: nn.Module, batch: object, loss_fn: LossF
 
 
 _DETOUR = 0.15
+_CALM = (0.0, 0.7, 0.9, 0.95)
+"""Of compiled programs, in turn: where all is left to chance, hardly two nodes follow each other unconverted."""
 
 
-def random_program(book: RuleBook, state: random.Random) -> Program:
-    """A legal program with every choice left to chance."""
+def calm_of(number: int, *, compiled: bool) -> float:
+    return _CALM[number % len(_CALM)] if compiled else 0.0
+
+
+def random_program(book: RuleBook, state: random.Random, *, calm: float = 0.0) -> Program:
+    """A legal program with every choice left to chance; but that so many nodes, of all, take computed values as they
+    are, if they can."""
     graph = book.graph
+    stored = {leaf.value.name for leaf in graph.parameters}
     facts: dict[str, list[Placement]] = {}
+    calm_now = False
     # Every cut the rules know of a value: where detours can lead.
     cuts: dict[str, dict[Placement, None]] = {}
     for node in graph.nodes:
@@ -276,7 +306,7 @@ def random_program(book: RuleBook, state: random.Random) -> Program:
 
     def chain_to(value: Value, need: Placement) -> Chain:
         have = facts[value.name]
-        if need in have and state.random() < 0.5:
+        if need in have and (calm_now or state.random() < 0.5):
             return (need,)
         chain = [state.choice(have)]
         if state.random() < _DETOUR:
@@ -296,14 +326,27 @@ def random_program(book: RuleBook, state: random.Random) -> Program:
         facts[leaf.value.name] = [placement]
     steps = []
     for node in graph.nodes:
-        rule = _choose(book.rules[node.name], state)
+        rules = book.rules[node.name]
+        calm_now = calm > 0 and state.random() < calm
+        if calm_now:
+            rules = tuple(rule for rule in rules if _takes_what_is_there(node, rule, facts, stored)) or rules
+        rule = _choose(rules, state)
         chains = tuple(chain_to(graph.values[name], need) for name, need in zip(node.operands, rule.needs, strict=True))
         steps.append(Step(node, rule, chains))
         for value, give in zip(node.results, rule.gives, strict=True):
             facts[value.name] = [give]
+    calm_now = False
     loss = chain_to(graph.values[graph.loss], I)
     updates = tuple(chain_to(graph.values[name], I) for _, name in graph.updates)
     return Program(graph, tuple(leaves), tuple(steps), loss, updates)
+
+
+def _takes_what_is_there(
+    node: Node, rule: Rule, facts: Mapping[str, Sequence[Placement]], stored: Collection[str]
+) -> bool:
+    """Without a conversion of anything computed."""
+    needs = zip(node.operands, rule.needs, strict=True)
+    return all(name in stored or need in facts[name] for name, need in needs)
 
 
 def _choose(rules: tuple[Rule, ...], state: random.Random) -> Rule:

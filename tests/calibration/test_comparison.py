@@ -48,7 +48,7 @@ def spans_of(plan: Plan, number: int, slower: Callable[[str], float], talk: floa
     costs = Costs(plan.graph, plan.on, optimizer_named(plan.optimizer))
     schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     texts = {node.name: call_text(node, plan.graph.values) for node in plan.graph.nodes}
-    kind = next(k for k, (start, stop) in enumerate(plan.on.spans) if start <= number < stop)
+    kind = plan.on.kind_numbers[number]
     at = 0.0
     for item in (*schedule.forward, *schedule.backward):
         if isinstance(item, Transfer):

@@ -38,7 +38,7 @@ def as_predicted(plan: Plan, *, slower: float = 1.0, late_s: float = 0.0) -> Run
     schedule = lay_out(plan.program, costs, regather=plan.regather, bucket_bytes=plan.bucket_bytes)
     devices = []
     for number, device in enumerate(plan.devices):
-        kind = next(k for k, (start, stop) in enumerate(plan.on.spans) if start <= number < stop)
+        kind = plan.on.kind_numbers[number]
         spans, now = [], late_s * number
         for item in (*schedule.forward, *schedule.backward, *schedule.optimizer):
             if isinstance(item, Computed):

@@ -489,6 +489,13 @@ def into_an_argument(m: Any, x: Tensor) -> Tensor:
 
 
 @forward
+def diagonals_in_place(m: Any, x: Tensor) -> Tensor:
+    h = m.lin(x)
+    between = (h @ h.t()).fill_diagonal_(float("-inf")).softmax(1).clone().fill_diagonal_(2.0)
+    return (between * h.new_zeros(4, 4).fill_diagonal_(3.0)).sum() + h.clone().fill_diagonal_(0).pow(2).sum()
+
+
+@forward
 def a_distribution(m: Any, x: Tensor) -> Tensor:
     h = m.lin(x)
     return -torch.distributions.Normal(h, F.softplus(h)).log_prob(x).sum()
@@ -511,6 +518,7 @@ def test_a_graph_computes_what_the_model_computes(name: str) -> None:
         "outputs_of_a_call_that_nobody_uses",
         "the_same_value_in_every_place",
         "autocast_and_no_grad_nested",
+        "diagonals_in_place",
     ],
 )
 def test_what_was_written_in_place_can_be_cut(name: str) -> None:

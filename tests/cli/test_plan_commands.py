@@ -437,3 +437,21 @@ def test_what_a_run_that_was_out_of_memory_knows_is_planned_with(tmp_path: Path)
     done = lopsided("compare", str(ended))
     assert done.returncode == 2
     assert "it has no steps" in done.stderr
+
+
+def test_what_changes_numbers_is_used_where_it_is_allowed(tmp_path: Path) -> None:
+    small, file = tmp_path / "small.toml", tmp_path / "plan.json"
+    text = load_cluster("3090+3060").text().replace('"24 GiB"', '"1300 kB"').replace('"12 GiB"', '"1300 kB"')
+    small.write_text("\n".join(line for line in text.splitlines() if not line.startswith("host_bytes_per_s")) + "\n")
+    command = ("plan", "mlp:width=128,batch=8", "--cluster", str(small), "--pin", "*=I")
+    refused = lopsided(*command)
+    assert refused.returncode == 2, refused.stderr
+    assert "--allow 8bit-state" in refused.stderr
+    done = lopsided(*command, "--allow", "8bit-state", "-o", str(file))
+    assert done.returncode == 0, done.stderr
+    assert load_plan(file).state_bits == 8
+    assert "is kept in 8 bits" in " ".join(done.stdout.split())
+    wrong = lopsided(*command, "--allow", "8bit")
+    assert wrong.returncode == 2
+    assert "'8bit' is no technique that could be allowed" in wrong.stderr
+    assert "--allow" in wrong.stderr

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from lopsided.calibration.run_record import save_run
-from lopsided.cli.app import main
 from lopsided.planner.plan_file import save_plan
+from tests.support.commands import lopsided
 from tests.support.plans import DATA_PARALLEL, ZERO, plan_of
 from tests.support.recorded_runs import run_of
-
-
-def lopsided(*arguments: str) -> tuple[int, str, str]:
-    stdout, stderr = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
-        patch.setattr(sys, "argv", ["lopsided", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-    code = end.value.code
-    return code if isinstance(code, int) else 0, stdout.getvalue(), stderr.getvalue()
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from lopsided.runtime.launch import launch_words
 from lopsided.verification.on_processes import Claim
 from tests.support import clusters
 from tests.support.jobs import Run, classic, cluster_of, model_of, parallel_of, parsed
+from tests.support.traced_only import traced_only
 
 SPEC = "mlp:layers=2,width=12,classes=5,batch=7"
 
@@ -150,6 +151,28 @@ def test_a_plan_on_simulated_devices(here: Path) -> None:
     assert done.exit_code == 0
     assert "3 simulated devices" in done.stdout
     assert "same as one device" in done.stdout
+
+
+def test_programs_and_plans_as_functions(here: Path) -> None:
+    with traced_only() as made:
+        done = lopsided("verify", SPEC, "--compiled", "--programs", 4, "--json")
+        told = json.loads(done.stdout)
+        assert (done.exit_code, told["passed"]) == (0, True)
+        assert (told["functions_compiled"], told["functions_refused"]) == (len(made), 0)
+        assert made
+        made.clear()
+        by_plan = lopsided("verify", SPEC, "--plan", "two.json", "--compiled")
+        assert by_plan.exit_code == 0
+        assert f"{len(made)} functions compiled\n" in by_plan.stdout
+        assert made
+
+
+@pytest.mark.slow
+def test_a_plan_compiled_on_processes(here: Path) -> None:
+    done = lopsided("verify", SPEC, "--plan", "one.json", "--processes", "--compiled", "--json")
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["passed"], told["functions_refused"]) == (0, True, 0)
+    assert told["functions_compiled"]
 
 
 def test_a_plan_in_half_precision_is_compared_loosely(here: Path, one: Plan) -> None:

@@ -179,16 +179,6 @@ def test_other_hardware() -> None:
     assert seats(cpus("h"), box) == {0: 0}
 
 
-def test_nccl_only_for_gpus_of_ones_own() -> None:
-    told = [RankInfo(k, "h", k, "cuda:0", "x", 1, chip=f"chip {k}") for k in range(2)]
-    shared = World(
-        0, 2, (0, 1), (0, 1), torch.device("cpu"), (told[0], RankInfo(1, "h", 1, "cuda:0", "x", 1, "chip 0"))
-    )
-    assert shared.backend == "gloo"
-    own = World(0, 2, (0, 1), (0, 1), torch.device("cpu"), tuple(told))
-    assert own.backend == ("nccl" if dist.is_nccl_available() else "gloo")
-
-
 # Real processes
 
 

@@ -18,6 +18,7 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import LopsidedError
 from lopsided.ir.placement import Shares
 from tests.support.classifier import BATCH, NONE_FOR_ONE, SHARES, classifier, plan_for, samples
+from tests.support.data import farthest, gap
 
 pytest.importorskip("accelerate")
 
@@ -106,11 +107,6 @@ def trained(
     return told, accelerator.get_state_dict(model)
 
 
-def gap(found: Told, expected: Told) -> float:
-    assert [entry.keys() for entry in found] == [entry.keys() for entry in expected]
-    return max(abs(entry[key] - other[key]) for entry, other in zip(found, expected, strict=True) for key in entry)
-
-
 @pytest.mark.parametrize(
     ("how", "shares", "outside"),
     [("dp", SHARES, False), ("zero", NONE_FOR_ONE, False), ("zero", SHARES, True)],
@@ -123,7 +119,7 @@ def test_a_loop_is_that_of_one_device(
     results = three.run(trained, str(tmp_path / "three"), (how, shares), outside)
     for found, state in results:
         assert gap(found, expected) < 1e-5
-        assert max((state[key] - weights[key]).abs().max().item() for key in weights) < 1e-5
+        assert farthest(state, weights) < 1e-5
     assert len(expected) == 8
     saved = load_file(tmp_path / "three" / "final" / "model.safetensors")
     assert all(torch.equal(saved[key], results[0][1][key]) for key in weights)

@@ -15,6 +15,7 @@ from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import LopsidedError
 from lopsided.ir.placement import Shares
 from tests.support.classifier import BATCH, NONE_FOR_ONE, SHARES, classifier, plan_for, samples
+from tests.support.data import farthest, gap
 
 pytest.importorskip("lightning")
 
@@ -119,11 +120,6 @@ def trained(
     return trainer.callbacks[0].told, scores, weights, trainer.predict(module, quiz)
 
 
-def gap(found: Any, expected: Any) -> float:
-    assert [entry.keys() for entry in found] == [entry.keys() for entry in expected]
-    return max(abs(entry[key] - other[key]) for entry, other in zip(found, expected, strict=True) for key in entry)
-
-
 @pytest.mark.parametrize(("how", "shares"), [("dp", SHARES), ("zero", NONE_FOR_ONE)], ids=["dp", "zero"])
 def test_a_fit_is_that_of_one_device(
     one: WorkerPool, three: WorkerPool, tmp_path: Path, how: str, shares: Shares
@@ -134,14 +130,14 @@ def test_a_fit_is_that_of_one_device(
         torch.testing.assert_close(predictions, predicted, atol=1e-5, rtol=0)
         assert gap(found, expected) < 1e-5
         assert gap(tested, scores) < 1e-6
-        assert max((saved[key] - weights[key]).abs().max().item() for key in weights) < 1e-5
+        assert farthest(saved, weights) < 1e-5
     assert len(expected) == 6
     assert {"train_loss", "size_epoch", "number", "val_accuracy", "val_loss"} <= expected[-1].keys()
     assert [len(rows) for rows in predicted] == [12, 5]
     again = three.run(trained, str(tmp_path / "again"), (how, shares), str(tmp_path / "three" / "epoch=0.ckpt"))
     for found, _, saved, _ in again:
         assert max(abs(found[k]["train_loss"] - expected[3 + k]["train_loss"]) for k in range(3)) < 1e-5
-        assert max((saved[key] - weights[key]).abs().max().item() for key in weights) < 1e-5
+        assert farthest(saved, weights) < 1e-5
 
 
 def refused(folder: str, plain: str) -> list[str]:
@@ -226,4 +222,4 @@ def test_a_loop_of_fabric_is_that_of_one_device(
     for resume in (False, True):
         for losses, state in three.run(fabricated, str(tmp_path / "three"), ("zero", SHARES), outside, resume):
             assert losses == pytest.approx(expected[2:] if resume else expected, abs=1e-5)
-            assert max((state[key] - weights[key]).abs().max().item() for key in weights) < 1e-5
+            assert farthest(state, weights) < 1e-5

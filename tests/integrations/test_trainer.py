@@ -17,6 +17,7 @@ from lopsided.ir.placement import Shares
 from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel, stored_cut
 from lopsided.planner.plan_data import Plan
+from tests.support.data import farthest, gap
 from tests.support.jobs import cluster_of, plan_of, prices_of
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
@@ -124,11 +125,6 @@ def trained(
     return told, f"{folder}/final"
 
 
-def gap(found: list[dict[str, float]], expected: list[dict[str, float]]) -> float:
-    assert [entry.keys() for entry in found] == [entry.keys() for entry in expected]
-    return max(abs(entry[key] - other[key]) for entry, other in zip(found, expected, strict=True) for key in entry)
-
-
 def weights(folder: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -170,7 +166,7 @@ def test_ten_steps_are_those_of_one_device(
     assert len([entry for entry in expected if "loss" in entry]) == 10
     ours, theirs = weights(results[0][1]), weights(str(at_one))
     assert ours.keys() == theirs.keys()
-    assert max((ours[key] - theirs[key]).abs().max().item() for key in ours) < 1e-4
+    assert farthest(theirs, ours) < 1e-4
     assert sorted(path.name for path in Path(results[0][1]).iterdir()) == sorted(path.name for path in at_one.iterdir())
     if how == "dp":
         return
@@ -194,7 +190,7 @@ def test_the_best_model_is_loaded_at_the_end(alone: Alone, three: WorkerPool, tm
     results = three.run(trained, str(tmp_path / "three"), ("zero", SHARES), None, more)
     assert all(gap(found, expected) < 1e-5 for found, _ in results)
     ours, theirs = weights(results[0][1]), weights(str(folder / "final"))
-    assert max((ours[key] - theirs[key]).abs().max().item() for key in ours) < 1e-4
+    assert farthest(theirs, ours) < 1e-4
     best = weights(str(tmp_path / "three" / "checkpoint-4"))  # the lowest accuracy is the first
     assert all(torch.equal(ours[key], best[key]) for key in ours)
 

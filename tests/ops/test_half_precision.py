@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -26,14 +25,6 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 ROWS, CLASSES = 3000, 12
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _reals(dtype: torch.dtype, *shape: int, scale: float = 3.0, grad: bool = True, seed: int = 0) -> Tensor:

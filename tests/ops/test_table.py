@@ -5,7 +5,6 @@ Missing rules are searched for samples of at most four tensors: hypotheses grow 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +19,6 @@ from lopsided.ops.validator import KNOWN_MISSING, sampled_ops, samples_of, valid
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 _MOST_TENSORS = 4
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _tensors(arg: Any) -> list[Tensor]:

@@ -213,6 +213,22 @@ MISTAKES = [
 ]
 
 
+def _nothing_of_one(local: Local) -> object:
+    """Without rows, zero: as a function of one operand only."""
+    return local.run() if local.tensors[0].numel() else local.tensors[0].sum()
+
+
+def test_a_device_without_rows_goes_back_to_all_operands(table: pytest.MonkeyPatch) -> None:
+    """Or it starts fewer collectives than the others, which wait for it for ever."""
+    rows = _draw.real(5, 3), _draw.real(5, 3)
+    wrong = ("S0, S0 → P", "S1, S1 → P")
+    call = sample("aten.mse_loss.default", *rows, 2)
+    for local, found in ((Local.run, ()), (_nothing_of_one, wrong)):
+        table.setitem(TABLE, "aten.mse_loss", Op("f[a b, a b] -> ()", local=local))
+        describe.cache_clear()
+        assert tuple(str(rule) for rule, _ in validate(call, search_missing=False).wrong) == found
+
+
 AT_THE_EDGE = [
     _mistake(
         "a pick by a product with zero",

@@ -25,6 +25,7 @@ from lopsided.planner.plan_data import Breakdown
 from lopsided.planner.plan_file import EDITED, FORMAT, PLAN_FILE, VERSION, load_plan, parse_plan, plan_text, save_plan
 from lopsided.planner.planner import plan, predict
 from lopsided.verification.verifier import random_program
+from tests.support.data import paths
 from tests.support.plans import DATA_PARALLEL, SHARES, ZERO, graph, plan_of
 
 # Round trips
@@ -373,11 +374,6 @@ ANY = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-
-
-def paths(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [*([path] if path else []), *(p for key, part in inner for p in paths(part, (*path, key)))]
 
 
 @given(st.sampled_from(paths(TOLD)), ANY)

@@ -32,12 +32,13 @@ from lopsided.schedule.decisions import LEVELS, Decisions, Level, Rerun, parse_r
 from lopsided.schedule.lower import lower
 from lopsided.schedule.memory import bytes_per_kind, holdings
 from lopsided.schedule.pricing import price
-from lopsided.schedule.schedule import check_schedule, parse_schedule
+from lopsided.schedule.schedule import Stretch, check_schedule, parse_schedule
 from lopsided.verification.on_processes import in_wide
 from lopsided.verification.simulator import simulate
 from lopsided.verification.verifier import compare, random_program
 from tests.support import clusters, jobs
 from tests.support.jobs import model_of, run_of
+from tests.support.traced_only import traced_only
 
 SPEC = "llama:layers=3,width=32,heads=4,kv_heads=2,ffn=56,seq=16,vocab=61,batch=64"
 SHARES = (0.5, 0.3, 0.2)
@@ -159,6 +160,33 @@ def test_regions_of_every_level_are_exact(model: str) -> None:
         found = simulate(program, module, batch, SHARES, decisions=Decisions(reruns=in_blocks(graph, level)))
         error, where = compare(found, expected)
         assert error < 1e-9, (level, where)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("model", ["gpt2", "llama", "bert-moe", "t5"])
+def test_what_runs_again_does_so_in_functions(model: str, level: Level) -> None:
+    module, batch = load(zoo.SMALL[model])
+    module, batch = module.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    graph = capture(module, batch)
+    expected = simulate(lopsided.one_device(graph), module, batch, (1.0,))
+    book, where = derive_rules(graph), Shares(SHARES)
+    programs = [
+        (lopsided.one_device(graph), (1.0,)),
+        (stored_cut(data_parallel(book, jobs.prices_of(graph, where))), (0.6, 0.0, 0.4)),
+        (random_program(book, random.Random(3), calm=0.9), SHARES),
+    ]
+    for program, shares in programs:
+        decisions = Decisions(reruns=in_blocks(graph, level), stretch=64, regather=True)
+        schedule = lower(program, decisions)
+        together = [one.nodes for one in schedule.forward if isinstance(one, Stretch) if one.nodes[0] in schedule.again]
+        assert together
+        assert all(schedule.again.issuperset(nodes) for nodes in together)
+        with traced_only() as made:
+            error, at = compare(simulate(program, module, batch, shares, decisions=decisions), expected)
+        assert error < 1e-9, at
+        assert made
+        assert None not in made.values()
 
 
 def test_processes_of_which_some_run_again(worker_pools: Callable[[int], WorkerPool]) -> None:

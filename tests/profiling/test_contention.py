@@ -57,10 +57,10 @@ def crowding_here(graph: Graph, jobs: tuple[OpJob, ...], seconds: float, names: 
     real = platform.node
     platform.node = lambda: names[dist.get_rank()]
     try:
-        with council_of(None) as council:
-            seats = council.hear(seat_of(CPU, SPEEDS))
-            found = [{job.key: Took(seconds, seconds) for job in jobs}] * len(seats)
-            return measure_contention([graph], CPU, council, seats, found, jobs, 0.4)  # type: ignore[arg-type]
+        council = council_of(None)
+        seats = council.hear(seat_of(CPU, SPEEDS))
+        found = [{job.key: Took(seconds, seconds) for job in jobs}] * len(seats)
+        return measure_contention([graph], CPU, council, seats, found, jobs, 0.4)  # type: ignore[arg-type]
     finally:
         platform.node = real
 
@@ -97,9 +97,8 @@ def turn_taken(gpus: tuple[str, ...], what: DryRun | None) -> tuple[float, float
 
     real, dry_run.alone_s = dry_run.alone_s, run
     try:
-        with council_of(None) as council:
-            seats = [seat(gpu=gpu) for gpu in gpus]
-            return dry_run._with_others_at_rest(what, CPU, council, seats, 0.1), began, ended
+        seats = [seat(gpu=gpu) for gpu in gpus]
+        return dry_run._with_others_at_rest(what, CPU, council_of(None), seats, 0.1), began, ended
     finally:
         dry_run.alone_s = real
 

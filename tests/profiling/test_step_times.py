@@ -247,7 +247,7 @@ def test_where_memory_is_short_it_is_as_if_there_were_more_devices() -> None:
     assert found is not None
     assert (found.smaller, found.cluster.devices) == (4, 8)
     for rank in range(2):
-        assert found.kind_of(4 * rank).name == plenty.kind_of(rank).name
+        assert found.cluster.device_kinds[4 * rank].name == plenty.cluster.device_kinds[rank].name
         assert found.shares.work[4 * rank] == pytest.approx(plenty.shares.work[rank] / 4)
         assert expected_calls(found, 4 * rank).all_s == pytest.approx(expected_calls(plenty, rank).all_s / 4, rel=0.01)
         assert alone_s(found.play, 4 * rank, CPU, 0.0, time.perf_counter) is not None
@@ -263,7 +263,7 @@ def test_alone_a_device_has_the_whole_batch_and_nobody_to_ask() -> None:
     alone = [prepared_alone(dry, rank, 1e6) for rank in range(2)]
     for rank, one in enumerate(alone):
         assert isinstance(one, DryRun)
-        assert one.kind_of(0).name == dry.kind_of(rank).name
+        assert one.cluster.device_kinds[0].name == dry.cluster.device_kinds[rank].name
         assert one.shares.work == (1.0,)
         assert not one.priced.schedule.transfers
         assert {step.rule.how for step in one.program.steps} == {"plain"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,78 @@ from tests.support.small_net import planned as planned_net
 from tests.support.two_matrices import numbers, planned, products, small, told
 
 Pools = Callable[[int], WorkerPool]
+
+
+# Optimizers that do not do the same on every rank
+
+
+def _other_rate(pm: Parallel, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 if pm.world.rank else 0.2
+    optimizer.step()
+
+
+def _no_step(pm: Parallel, optimizer: torch.optim.Optimizer) -> None:
+    if pm.world.rank != 1:
+        optimizer.step()
+
+
+def decided_by_rank(decides: Callable[[Parallel, torch.optim.Optimizer], None]) -> str:
+    _, pm = both()
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    try:
+        for k in range(3):
+            pm(**batch_of(k)).backward()
+            optimizer.step() if k == 0 else decides(pm, optimizer)
+    except lopsided.LopsidedError as error:
+        return f"{pm._forwards} {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("decides", "told"),
+    [(_other_rate, "SGD lr=0.2"), (_no_step, "after 1 steps")],
+)
+def test_ranks_whose_optimizers_differ_are_told(worker_pools: Pools, decides: Any, told: str) -> None:
+    for text in worker_pools(3).run(decided_by_rank, decides):
+        assert text.startswith("3 ranks do not do the same: optimizers is after")
+        assert told in text
+        assert "same learning rate on every rank" in text
+
+
+# Batch norms that ask the other processes
+
+
+class Synchronised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(x), target)
+
+
+def synchronised() -> float:
+    """As scripts for DistributedDataParallel convert them. What is captured is that of the whole batch, once."""
+    torch.manual_seed(0)
+    alone = Synchronised().double()
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone))
+    draw = torch.Generator().manual_seed(1)
+    x, target = torch.randn(10, 4, generator=draw).double(), torch.randint(0, 5, (10,), generator=draw)
+    pm = lopsided.parallelize(model, (x, target), plan=planned_net(alone, batch=(x, target)))
+    worst = []
+    for _ in range(2):
+        for one in (alone, pm):
+            one.zero_grad()
+        found, expected = pm(x, target), alone(x, target)
+        found.backward()
+        expected.backward()
+        worst += [(found - expected).abs().item(), gap(pm, alone)]
+    buffers = zip(lopsided.full_state_dict(pm).items(), alone.state_dict().items(), strict=True)
+    return max(*worst, *((a - b).abs().max().item() for (_, a), (_, b) in buffers))
+
+
+def test_synchronised_batch_norm_is_that_of_the_batch(worker_pools: Pools) -> None:
+    assert max(worker_pools(3).run(synchronised)) < 1e-9
 
 
 # A model that is changed afterwards

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import lopsided
 from lopsided.comm.worker_pool import WorkerPool
@@ -125,8 +129,42 @@ def skips_a_batch() -> str:
 
 def test_a_rank_that_skips_a_batch_is_named(worker_pools: Callable[[int], WorkerPool]) -> None:
     for text in worker_pools(3).run(skips_a_batch):
-        assert "batch 3 of epoch 0 on rank 1" in text
-        assert "batch 2 of epoch 0 on ranks 0, 2" in text
+        assert re.search("batch 3 of epoch 0 holding [0-9a-f]{8} on rank 1", text)
+        assert re.search("batch 2 of epoch 0 holding [0-9a-f]{8} on ranks 0, 2", text)
+
+
+class OwnOrder(Sampler[int]):
+    """Draws by random numbers of its own, which nobody seeds alike."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(dist.get_rank()).sample(range(30), 30))
+
+    def __len__(self) -> int:
+        return 30
+
+
+def other_samples(kind: str) -> str:
+    """Every rank goes through other samples, and keeps its rows of each batch: none would see what the others have."""
+    _, pm = both()
+    rank = pm.world.rank
+    if kind == "stream":
+        loader: Any = [batch_of(3 * k + rank) for k in range(3)]
+    else:
+        data = TensorDataset(*batch_of(rows=30).values())
+        loader = DataLoader(data, batch_size=10, collate_fn=named, sampler=OwnOrder())
+    try:
+        for batch in lopsided.shard(loader, pm):
+            pm(**batch)
+    except lopsided.LopsidedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["stream", "sampler"])
+def test_ranks_that_go_through_other_samples_are_told(worker_pools: Callable[[int], WorkerPool], kind: str) -> None:
+    for text in worker_pools(3).run(other_samples, kind):
+        assert "batch 1 of epoch 0 holding" in text
+        assert "all the same whole batch" in text
 
 
 def drifted() -> tuple[list[str], bool]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import io
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
 from lopsided.cli.app import main
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     returncode: int
     stdout: str
     stderr: str

@@ -63,8 +63,8 @@ def net(dtype: torch.dtype = torch.float64, **how: object) -> Net:
     return Net(**how).to(HERE, dtype)  # type: ignore[arg-type]
 
 
-def planned(model: nn.Module, kind: str = "dp", shares: Shares = THREE) -> Plan:
-    book = derive_rules(capture(model, batch_of()))
+def planned(model: nn.Module, kind: str = "dp", shares: Shares = THREE, batch: object = None) -> Plan:
+    book = derive_rules(capture(model, batch_of() if batch is None else batch))
     program = data_parallel(book, prices_of(book.graph, shares))
     if kind != "dp":
         program = stored_cut(program)

@@ -49,5 +49,5 @@ def test_a_training_is_that_of_one_device(
     run = at_random(spec, SHARES[3], 5) if name == "random" else classic(spec, name, SHARES[3])
     found = worker_pools(3).run(training, run, steps, 1.0 if name == "dp" else math.inf)
     assert len(found[0].expected) == steps
-    assert found[0].curve_error < 1e-4, run.program
+    assert max(found[0].curve_errors) < 1e-4, run.program
     assert all(same.curve == found[0].curve for same in found)

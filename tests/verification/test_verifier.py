@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -15,15 +16,18 @@ from torch import Tensor, nn
 import lopsided
 from lopsided import ops
 from lopsided.errors import ModelError, SharesError
+from lopsided.executor.compiled import Made
 from lopsided.ir.notation import Rule
 from lopsided.ir.op_call import TOLERANCE
 from lopsided.ir.placement import I, R, S
+from lopsided.ir.program import check_program
 from lopsided.models import by_name as models
 from lopsided.models import zoo
 from lopsided.ops.op import Op
 from lopsided.verification.simulator import Simulation
 from lopsided.verification.verifier import Verification, compare, suspects
 from tests.support.models import ByHand, example
+from tests.support.traced_only import traced_only
 
 
 def said(found: Verification) -> str:
@@ -38,6 +42,42 @@ def test_models_of_the_zoo(name: str, everything: bool) -> None:
     assert found.passed, said(found)
     assert found.by_experiment == ()
     assert [trial.shares for trial in found.trials[::2]] == [(0.5, 0.3, 0.2)] * (programs // 2)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", zoo.SMALL)
+def test_models_of_the_zoo_as_functions(name: str, everything: bool) -> None:
+    model, batch = models.load(zoo.SMALL[name])
+    with traced_only() as made:
+        found = lopsided.verify(model, batch, shares=(0.5, 0.3, 0.2), programs=40 if everything else 4, compiled=True)
+    assert found.passed, said(found)
+    assert found.functions == Made(len(made), 0)
+    assert len(made) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.SMALL)
+def test_models_of_the_zoo_compiled(name: str) -> None:
+    model, batch = models.load(zoo.SMALL[name])
+    found = lopsided.verify(model, batch, shares=(0.5, 0.3, 0.2), programs=4, compiled=True)
+    assert found.passed, said(found)
+    assert found.functions.compiled
+    assert not found.functions.refused
+
+
+def test_calm_programs_are_legal_and_convert_less() -> None:
+    book = lopsided.derive_rules(lopsided.capture(*models.load(zoo.SMALL["gpt2"])))
+    computed = {value.name for node in book.graph.nodes for value in node.results}
+
+    def conversions(calm: float) -> int:
+        state, count = random.Random(0), 0
+        for _ in range(5):
+            program = lopsided.random_program(book, state, calm=calm)
+            check_program(program, book)
+            count += sum(value.name in computed for value, _, _ in program.conversions())
+        return count
+
+    assert conversions(0.9) < conversions(0.0) / 2
 
 
 def test_every_placement_conversion_and_kind_of_rule_is_used() -> None:

@@ -25,7 +25,8 @@ import numpy as np
 from lopsided.planner.search.problem import Assignment, Problem, Table
 from lopsided.planner.search.reduction import EliminationBucket, Eliminations, Place, Reduction, reduce_problem
 
-TABLE_LIMIT = 1 << 20  # entries: 8 MB; a larger table costs more time than the search it saves
+# Entries, 8 MB: a larger table costs more time than the search it saves.
+TABLE_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from lopsided.errors import ProgramError
 from lopsided.ir.graph import Leaf, Node, Value, reruns, retaken, signature
 from lopsided.ir.notation import Rule
 from lopsided.ir.placement import I, P, Placement, R
-from lopsided.ir.program import Chain, Program, RuleBook, Step
+from lopsided.ir.program import Chain, Program, RuleBook, Step, whole_rule
 from lopsided.planner.search.copies import (
     Free,
     Needs,
@@ -41,10 +41,12 @@ from lopsided.planner.search.copies import (
 from lopsided.planner.search.problem import Assignment, Factor, Problem, Table
 from lopsided.planner.search.reduction import Eliminations
 
-_MOST_SETS = 512  # of copies of one value; beyond, only sets of at most `_MOST_COPIES` are considered
+# Sets of copies of one value; beyond, only sets of at most `_MOST_COPIES` are considered.
+_MOST_SETS = 512
 _MOST_COPIES = 3
 _T = TypeVar("_T")
-_ANY_VALUE = frozenset({I, R, P})  # placements that need no dim to cut
+# Placements that need no dim to cut.
+_ANY_VALUE = frozenset({I, R, P})
 
 
 Stores = Callable[[Leaf], tuple[Placement, ...]]
@@ -494,7 +496,7 @@ class _Writer:
     def _suiting(self, node: Node) -> Rule:
         """A rule that gives just what is needed, or else the one that runs whole, from which all else is sliced."""
         wanted = [tuple(self.needs.get(value.name, ())) for value in node.results]
-        whole = Rule((I,) * len(node.operands), (I,) * len(node.results))
+        whole = whole_rule(node)
         if node.name in self.graph.fixed or any(len(w) > 1 or not all(p.is_shard for p in w) for w in wanted):
             return whole
         for rule in self.space.book.rules[node.name]:
@@ -520,7 +522,7 @@ class _Writer:
             self.trees[value.name] = self.pricing.trees(value).tree(placement, needs)
 
     def _chain(self, name: str, need: Placement) -> Chain:
-        """From a copy that is there to the one that is needed; what is made on the way stays."""
+        """The chain from a copy that is there to the one that is needed; what is made on the way stays."""
         chain = [need]
         while chain[0] not in self.facts[name]:
             chain.insert(0, self.trees[name][chain[0]])

@@ -111,7 +111,7 @@ class Trees:
         self._known_trees: dict[tuple[Placement, Needs], Tree] = {}
 
     def prices(self, starts: Iterable[Placement], wanted: Needs) -> list[float]:
-        """Of having all `wanted` from each of the starts."""
+        """The prices of having all `wanted` from each of the starts."""
         found = self._from_each(self._generators(wanted))
         return [float(found[self._number[start]]) for start in starts]
 

@@ -73,7 +73,7 @@ class Elimination:
     """All variables of a problem in the order they are folded. Each fold makes the table with the next number."""
 
     buckets: tuple[EliminationBucket, ...]
-    folds: tuple[Fold, ...]  # that differ
+    folds: tuple[Fold, ...]  # folds that differ from each other
     constants: tuple[int, ...]  # tables of no variable that are left
     remembered: int  # folds that equal one before
 
@@ -98,7 +98,7 @@ class Reduction:
     buckets: tuple[EliminationBucket, ...]
     tables: Sequence[Table]
     bound: float
-    entries: int  # of tables computed
+    entries: int  # entries of all tables that were computed
     remembered: int  # folds that had been done before
 
 
@@ -157,7 +157,7 @@ class _Order:
         self.standing: list[dict[int, Place]] = [{} for _ in sizes]  # by variable: the tables it stands in
         self.neighbours: list[set[int]] = [set() for _ in sizes]
         self.constants: list[int] = []
-        self.count = 0  # of tables put somewhere
+        self.count = 0  # how many tables were put somewhere
         self.folds: dict[Fold, int] = {}
         self.kinds: dict[object, int] = {}
         self.remembered = 0

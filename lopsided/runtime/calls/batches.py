@@ -11,7 +11,8 @@ same in another world and under another plan.
   generator made of the seed; samplers of your own are iterated as they are, with the default generators of torch,
   Python and numpy seeded alike on every process while they draw.
 - Anything else (a list of batches, a generator, an `IterableDataset`): every process iterates, and so loads,
-  everything, and keeps its rows. It must give every process the same batches.
+  everything, and keeps its rows. It must give every process the same batches: of whole numbers in them some are
+  compared.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from lopsided.comm.world import World, group_to_talk, waiting
 from lopsided.errors import BatchError
 from lopsided.ir.graph import Leaf
 from lopsided.ir.placement import Placement, Shares, pieces_of, start_of
-from lopsided.runtime.calls.call_form import HandedOut
+from lopsided.runtime.calls.call_form import HandedOut, told_of_batch, told_of_samples
 from lopsided.runtime.parallel import Parallel
 
 _END = object()
@@ -117,18 +118,20 @@ class ShardedLoader:
         if not self._goes_on and self.batches:
             self.epoch, self.batches = self.epoch + 1, 0
         self._goes_on = False
-        for batch, rows in self._followed():
+        for batch, rows, content in self._followed():
             self.batches += 1
             if self._padding is not None:
                 batch = self._padding.fill(batch)
-            self.handed_out = HandedOut(f"batch {self.batches} of epoch {self.epoch}", rows)
+            # Of a batch that all have whole nobody has rows, though with one row it looks as if one process had them.
+            cut = rows if self.is_cut else 0
+            self.handed_out = HandedOut(f"batch {self.batches} of epoch {self.epoch}{content}", cut)
             self.handed_out.mark(batch)
             self._tell(self.handed_out)
             yield batch
         self._tell(HandedOut())  # what comes next was not cut here
         self.epoch, self.batches = self.epoch + 1, 0
 
-    def _followed(self) -> Iterator[tuple[Any, int]]:
+    def _followed(self) -> Iterator[_Batch]:
         """The batches of this epoch that are left; when shares change on the way, those that are left then, anew."""
         self._follow()
         while True:
@@ -170,6 +173,9 @@ class ShardedLoader:
             batches = batches * before // now
         self.epoch, self.batches, self.seed = int(state["epoch"]), batches, int(state["seed"])
         self._goes_on = True
+
+
+_Batch = tuple[Any, int, str]  # what this process gets, the rows of the whole batch, and what tells it from others
 
 
 # Which rows
@@ -381,7 +387,7 @@ class _Indexed:
         self._tells = pm.world.rank == 0
         self._indices = _Indices()
         # Of batches that were drawn and not handed out yet (workers are ahead): the rows in all, and of this process.
-        self._drawn: deque[tuple[int, int]] = deque()
+        self._drawn: deque[tuple[int, int, str]] = deque()
         self._own = None if rows.never else self._loader_of_own()
         self._nothing = [
             torch.zeros((0, *value.shape[1:]) if value.shape else (), dtype=value.torch_dtype)
@@ -418,12 +424,12 @@ class _Indexed:
     def count(self) -> int:
         return _length(self._sampler)
 
-    def open(self, seed: int, skip: int) -> Iterator[tuple[Any, int]]:
-        """The batches of an epoch from number `skip` on, and how many rows each has in all."""
+    def open(self, seed: int, skip: int) -> Iterator[_Batch]:
+        """The batches of an epoch from number `skip` on."""
         wanted = itertools.islice(self._global_batches(seed), skip, None)
         own, rows = self._own, self._rows
         if own is None:
-            return ((self._no_rows(), len(indices)) for indices in wanted)
+            return ((self._no_rows(), len(indices), told_of_samples(indices)) for indices in wanted)
         # Rows that several processes load must be the same for all; rows of one are augmented on their own.
         dice = _Dice(_mixed(seed, skip, "all" if rows.all else rows.part(rows.batch)[0]))
         self._drawn.clear()
@@ -432,17 +438,21 @@ class _Indexed:
 
     def _part(self, indices: Sequence[Any]) -> list[Any]:
         part = list(itertools.islice(indices, *self._rows.part(len(indices))))
-        self._drawn.append((len(indices), len(part)))
+        self._drawn.append((len(indices), len(part), told_of_samples(indices)))
         return part
 
-    def _in_order(self, loaded: Iterator[Any]) -> Iterator[tuple[Any, int]]:
+    def _in_order(self, loaded: Iterator[Any]) -> Iterator[_Batch]:
         """What was loaded, with batches of no rows where a small batch has none for this process."""
         for batch in loaded:
             while not self._drawn[0][1]:
-                yield self._no_rows(), self._drawn.popleft()[0]
-            yield batch, self._drawn.popleft()[0]
+                yield self._no_rows(), *self._next_drawn()
+            yield batch, *self._next_drawn()
         while self._drawn:
-            yield self._no_rows(), self._drawn.popleft()[0]
+            yield self._no_rows(), *self._next_drawn()
+
+    def _next_drawn(self) -> tuple[int, str]:
+        rows, _, content = self._drawn.popleft()
+        return rows, content
 
     def _no_rows(self) -> Any:
         # Tensors of their own: each knows which batch it is of.
@@ -500,10 +510,11 @@ class _Streamed:
     def count(self) -> int:
         return _length(self._loader)
 
-    def open(self, seed: int, skip: int) -> Iterator[tuple[Any, int]]:
+    def open(self, seed: int, skip: int) -> Iterator[_Batch]:
         for batch in itertools.islice(self._whole_batches(seed), skip, None):
             rows = self._rows_in(batch)
-            yield batch if self._rows.all else _with_rows(batch, rows, *self._rows.part(rows)), rows
+            mine = batch if self._rows.all else _with_rows(batch, rows, *self._rows.part(rows))
+            yield mine, rows, told_of_batch(batch)
 
     def _rows_in(self, batch: Any) -> int:
         """The planned number where some tensor has it, or else the number that all have."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,15 +23,17 @@ from torch.utils import _pytree as pytree
 
 from lopsided.capturing.call import Arguments, LossFn, Rebuild, arguments_of, hand_out, named_leaves, rebuilder
 from lopsided.errors import BatchError
+from lopsided.runtime.parameters.replicas import some_of
 
 _MARK = "_lopsided_batch"
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-_DEEPEST = 3  # that an object among the arguments is looked through
+# How deep an object among the arguments is looked through.
+_DEEPEST = 3
 
 
 @dataclass(frozen=True)
 class HandedOut:
-    """A batch that a sharded loader has given: which, and how many rows it has in all; 0 where nobody knows."""
+    """A batch that a sharded loader has given: which, and how many rows it has in all; 0 where it was given whole."""
 
     which: str = ""
     rows: int = 0
@@ -49,6 +52,24 @@ class HandedOut:
         """The batch that these tensors say they are of; this one, the last, where they do not know."""
         marks = {mark for tensor in tensors if (mark := getattr(tensor, _MARK, None)) is not None}
         return HandedOut(*marks.pop()) if len(marks) == 1 else self
+
+
+def told_of_samples(indices: Sequence[Any]) -> str:
+    """Samplers of a stranger may draw by random numbers of their own."""
+    numbers = [one for one in indices if isinstance(one, int | np.integer)]
+    return _holding(np.asarray(numbers, dtype=np.int64).tobytes()) if len(numbers) == len(indices) else ""
+
+
+def told_of_batch(batch: object) -> str:
+    """Of whole numbers alone: labels and words say which samples these are, however each process augments its rows."""
+    found = [one for one in pytree.tree_leaves(batch) if isinstance(one, Tensor) and one.is_cpu and one.numel()]
+    whole = [some_of(one) for one in found if not (one.is_floating_point() or one.is_complex())]
+    return _holding(torch.cat([one.reshape(-1).long() for one in whole]).numpy().tobytes()) if whole else ""
+
+
+def _holding(numbers: bytes) -> str:
+    """What all processes must have drawn alike: each keeps its rows alone, and would not see that they differ."""
+    return f" holding {zlib.crc32(numbers):08x}"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from lopsided.ir.placement import I, Placement, S
 from lopsided.runtime.calls.call_form import Given
 
 _MOST_DIMS = 16
-_WHOLE = "lopsided_whole"  # the attribute of a tensor that knows the value whose rows it is
+# The attribute of a tensor that knows the value whose rows it is.
+_WHOLE = "lopsided_whole"
 _LOOKED_UP = ("shape", "dtype", "device", "ndim", "size", "dim", "numel", "__len__", "is_floating_point")
 
 
@@ -80,6 +81,20 @@ def output(shape: Sequence[int], dtype: torch.dtype, device: torch.device, bring
     made = Output(shape, dtype, device)
     made._bring, made._brought, made._cut, made._awaited = bring, None, None, None
     return made
+
+
+def not_here(shape: Sequence[int], dtype: torch.dtype, device: torch.device, where: str) -> Output:
+    """An output of a whole batch on a rank whose device the plan leaves idle."""
+
+    def refuse() -> Tensor:
+        raise TrainingError(
+            "the plan leaves this rank's device idle, and an output of the whole batch is not there to look at",
+            where=where,
+            do="start as many processes as the plan uses (`lopsided run plan.json` does); or let pm make the loss "
+            "(loss_fn=) and look at lopsided.gather(output), which all ranks call",
+        )
+
+    return output(shape, dtype, device, refuse)
 
 
 @dataclass(frozen=True)

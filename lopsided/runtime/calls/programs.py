@@ -2,7 +2,7 @@
 labels.
 
 In: the plan, and calls. Out: `Programs`, those of a model in training, each made when it is first needed, on the plan's
-storage (`lopsided.planner.same_storage`), and agreed on by all ranks.
+storage and with decisions of its own (`lopsided.planner.same_storage`), and agreed on by all ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from lopsided.capturing.reads import Reads
 from lopsided.comm.world import World, odd_ones, waiting
 from lopsided.errors import BatchError, CaptureError, TrainingError, WorldError
 from lopsided.executor.executor import Executor
-from lopsided.ir.graph import Graph
-from lopsided.ir.program import Program, parse_program
+from lopsided.ir.program import Program
 from lopsided.planner.plan_data import Plan
-from lopsided.planner.same_storage import program_for
+from lopsided.planner.same_storage import StoredProgram, parse_stored_program, stored_program
 from lopsided.runtime.agreement import from_first
 from lopsided.runtime.calls.call_form import CallForm, Given, Signature
 from lopsided.runtime.parameters.adoption import replaced
@@ -78,7 +77,7 @@ class Programs:
         side: dist.ProcessGroup | None,
         form: CallForm,
         loss_fn: LossFn | None,
-        compile_program: Callable[[Program, tuple[str, ...], int], Executor],
+        compile_program: Callable[[StoredProgram, tuple[str, ...]], Executor],
     ) -> None:
         # In a tuple, since a module's children would be registered where this is kept.
         self._model, self._pieces, self._plan, self._world = (model,), pieces, plan, world
@@ -92,8 +91,8 @@ class Programs:
         is_planned = captured.whole is captured.graph and (
             rounds.count == 1 or rounds.graph.fingerprint == self._plan.graph.fingerprint
         )
-        program = self._plan.program if is_planned else self._agreed(rounds.graph)
-        self._add(signature, captured, program, rounds)
+        planned = StoredProgram(self._plan.program, self._plan.decisions)
+        self._add(signature, captured, planned if is_planned else self._agreed(rounds), rounds)
 
     def has(self, signature: Signature) -> bool:
         return signature in self._calls
@@ -124,14 +123,14 @@ class Programs:
         for stored in captured.stored:
             stored.leave_word()
         rounds = self._rounds(captured, signature)
-        return self._add(signature, captured, self._agreed(rounds.graph), rounds)
+        return self._add(signature, captured, self._agreed(rounds), rounds)
 
     def _rounds(self, captured: Captured, signature: Signature) -> Rounds:
         """As few as have at most as many rows as a planned one; where the call cannot be in rounds, it is in one."""
         rows, names = batch_size(captured.whole), captured.returned.names
         count = fewest_rounds(rows, batch_size(self._plan.graph), self._plan.microbatches)
         try:
-            if any(has_gradient for *_, has_gradient in signature.inputs):
+            if count > 1 and any(has_gradient for *_, has_gradient in signature.inputs):
                 raise NoRoundsError("an input has a gradient", do="plan without rounds")
             return in_rounds(captured.whole, count, names)
         except NoRoundsError as error:
@@ -141,9 +140,9 @@ class Programs:
                 )
             return in_rounds(captured.whole, 1)
 
-    def _add(self, signature: Signature, captured: Captured, program: Program, rounds: Rounds) -> CallProgram:
-        executor = self._compile(program, tuple(dict.fromkeys(captured.returned.names)), rounds.count)
-        made = CallProgram(program, captured.returned, captured.has_loss, captured.reads, executor, rounds)
+    def _add(self, signature: Signature, captured: Captured, stored: StoredProgram, rounds: Rounds) -> CallProgram:
+        executor = self._compile(stored, tuple(dict.fromkeys(captured.returned.names)))
+        made = CallProgram(stored.program, captured.returned, captured.has_loss, captured.reads, executor, rounds)
         self._calls.setdefault(signature, []).append(made)
         return made
 
@@ -184,10 +183,11 @@ class Programs:
                 do="pad batches to a few lengths: lopsided.shard(loader, pm, pad=...)",
             )
 
-    def _agreed(self, graph: Graph) -> Program:
-        """Without bystanders: they wait for the loss."""
-        text = from_first(lambda: str(program_for(graph, self._plan)), self._side, self._world.ranks[0])
-        return parse_program(text, graph)
+    def _agreed(self, rounds: Rounds) -> StoredProgram:
+        """What rank 0 chooses, on every rank. Without bystanders: they wait for the loss."""
+        plan = replace(self._plan, microbatches=rounds.count)
+        text = from_first(lambda: str(stored_program(rounds.graph, plan)), self._side, self._world.ranks[0])
+        return parse_stored_program(text, rounds.graph)
 
     @torch.inference_mode(False)
     @torch.enable_grad()

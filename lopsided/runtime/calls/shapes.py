@@ -27,7 +27,8 @@ from lopsided.errors import BatchError
 MOST_LENGTHS = 5
 """Each has a program of its own."""
 
-_MOST_BATCHES = 1000  # of a loader that are looked at
+# So many batches of a loader are looked at.
+_MOST_BATCHES = 1000
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def lengths_of(batch: object, batches: Iterable[object], most: int = MOST_LENGTH
             raise BatchError(
                 f"a batch has several lengths: {', '.join(f'{name} {list(one[name])}' for name, _ in dims)}",
                 where="batches=",
-                do="leave batches= out: every shape gets a program when it is first met",
+                do="leave batches= out, and fill batches up to a few lengths: lopsided.shard(loader, pm, pad=...)",
             )
         counts.update(found)
     lengths = _fewest_filled(counts, most)

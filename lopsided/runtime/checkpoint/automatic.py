@@ -20,17 +20,17 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from torch.optim import Optimizer
 
 from lopsided.errors import CheckpointError, DamagedError, InputError, shown
-from lopsided.runtime.checkpoint.checkpoint import Saving, Stateful, Trains, finish_last, go_on, load, save
+from lopsided.runtime.checkpoint.checkpoint import LiveRun, Saving, Stateful, finish_last, go_on, load, save
 from lopsided.runtime.checkpoint.folder import (
     clear,
     give_name,
+    keep_only,
     partial,
-    remove,
     restore,
     steps_in,
     sync_folder,
@@ -38,6 +38,9 @@ from lopsided.runtime.checkpoint.folder import (
 )
 from lopsided.runtime.checkpoint.in_memory import InMemory
 from lopsided.runtime.control_plane import accord_of
+
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
 
 _log = logging.getLogger("lopsided")
 
@@ -84,7 +87,7 @@ def steps_to_next_look(left_s: float, step_s: float) -> int:
 
 
 class Checkpoints:
-    """Of one training run. Every rank makes one, and calls its methods at the same places.
+    """Checkpoints of one training run. Every rank makes one, and calls its methods at the same places.
 
     `every` is a time ("10min") or a number of steps. `keep` checkpoints stay. With `then`, each is copied to that
     folder, too, behind training; `resume` looks there where `folder` has none. With `keep_copies`, every few steps one
@@ -94,7 +97,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        pm: Trains,
+        pm: Parallel,
         optimizer: Optimizer | None,
         folder: str | Path,
         *,
@@ -106,7 +109,7 @@ class Checkpoints:
         keep_copies: int | None = None,
     ) -> None:
         self._every_s, self._every_steps = parse_every(every)
-        self._pm, self._optimizer, self._loader, self._scheduler = pm, optimizer, loader, scheduler
+        self._run = run = LiveRun(pm, optimizer, loader, scheduler)
         self.folder, self._keep = Path(folder).absolute(), keep
         self._mirror = _Mirror(Path(then).absolute(), keep) if then is not None and pm.world.rank == 0 else None
         self._then = Path(then).absolute() if then is not None else None
@@ -115,31 +118,22 @@ class Checkpoints:
         self._last: Saving | None = None
         self._in_memory = None
         if keep_copies is not None:
-            self._in_memory = InMemory(
-                pm, optimizer, self.folder, loader=loader, scheduler=scheduler, keep_copies=keep_copies
-            )
+            self._in_memory = InMemory(run, self.folder, keep_copies=keep_copies)
 
     def resume(self) -> int:
         """Go on from the latest checkpoint that is whole; the steps that were done, 0 where there is none."""
-        accord = accord_of(self._pm)
+        run, accord = self._run, accord_of(self._run.pm)
         on_disk = accord.first(lambda: max(_restored(self.folder), default=0))
         found = self._in_memory.latest() if self._in_memory is not None else None
         if found is not None and found[1].step >= on_disk:
-            self._tell("going on from step %d, which the devices left have in memory", found[1].step)
-            return go_on(self._pm, self._optimizer, *found, self._loader, self._scheduler)
+            accord.warn("going on from step %d, which the devices left have in memory", found[1].step)
+            return go_on(run, *found)
         for folder in filter(None, (self.folder, self._then)):
             for step in reversed(accord.first(lambda folder=folder: _restored(folder))):  # type: ignore[misc]
                 try:
-                    return load(
-                        self._pm,
-                        self._optimizer,
-                        folder,
-                        loader=self._loader,
-                        scheduler=self._scheduler,
-                        step=step,
-                    )
+                    return load(run.pm, run.optimizer, folder, loader=run.loader, scheduler=run.scheduler, step=step)
                 except DamagedError as error:
-                    self._tell("%s; the checkpoint before is tried", error.what)
+                    accord.warn("%s; the checkpoint before is tried", error.what)
         return 0
 
     def step(self) -> bool:
@@ -153,30 +147,30 @@ class Checkpoints:
 
     def save(self) -> None:
         """Save now, beside training. What kept the save before from the disk is told in the log."""
-        pm, accord = self._pm, accord_of(self._pm)
+        run, accord = self._run, accord_of(self._run.pm)
         try:
             finish_last(accord)
         except CheckpointError as error:
-            self._tell("the last checkpoint could not be saved: %s", error.what)
+            accord.warn("the last checkpoint could not be saved: %s", error.what)
         try:
             self._last = save(
-                pm,
-                self._optimizer,
+                run.pm,
+                run.optimizer,
                 self.folder,
-                loader=self._loader,
-                scheduler=self._scheduler,
+                loader=run.loader,
+                scheduler=run.scheduler,
                 wait=False,
                 keep=self._keep,
                 then=self._mirror.take if self._mirror is not None else None,
             )
         except CheckpointError as error:
-            self._tell("no checkpoint could be saved: %s", error.what)
+            accord.warn("no checkpoint could be saved: %s", error.what)
         self._saved_s = self._looked_s = _now_s()
         self._since_look, self._look_after = 0, 1
 
     def close(self) -> None:
         """Wait for what is under way, at the end of training. Raises what kept the last save from the disk."""
-        finish_last(accord_of(self._pm))
+        finish_last(accord_of(self._run.pm))
         if self._in_memory is not None:
             self._in_memory.close()
         if self._mirror is not None:
@@ -184,20 +178,16 @@ class Checkpoints:
 
     def _is_due(self) -> bool:
         if self._every_steps:
-            return self._pm.steps_done % self._every_steps == 0
+            return self._run.pm.steps_done % self._every_steps == 0
         self._since_look += 1
         if self._since_look < self._look_after:
             return False
         now_s = _now_s()
         left_s = self._every_s - (now_s - self._saved_s)
         after = steps_to_next_look(left_s, (now_s - self._looked_s) / self._since_look) if left_s > 0 else 0
-        self._look_after = accord_of(self._pm).first(lambda: after)
+        self._look_after = accord_of(self._run.pm).first(lambda: after)
         self._looked_s, self._since_look = now_s, 0
         return self._look_after == 0
-
-    def _tell(self, text: str, *args: object) -> None:
-        if self._pm.world.rank == 0:
-            _log.warning(text, *args)
 
 
 def _restored(folder: Path) -> list[int]:
@@ -259,6 +249,4 @@ def _copy(checkpoint: Path, folder: Path, keep: int | None) -> None:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     if keep is not None:
-        older = [each for each in steps_in(folder) if each < step]
-        for each in older[: len(older) + 1 - keep]:
-            remove(written(folder, each))
+        keep_only(folder, keep, step)

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from lopsided.comm.world import waiting, working
 from lopsided.errors import CheckpointError, LopsidedError, shown
-from lopsided.planner.plan_data import Plan
+from lopsided.executor.randomness import RankRandomness
 from lopsided.runtime.checkpoint.folder import (
     TRAINING,
     SchedulerRecord,
@@ -48,12 +48,11 @@ from lopsided.runtime.checkpoint.folder import (
     find,
     from_plain,
     give_name,
+    keep_only,
     partial,
     read_training,
     refuse,
-    remove,
     restore,
-    steps_in,
     sync_folder,
     write_file,
     written,
@@ -62,7 +61,10 @@ from lopsided.runtime.checkpoint.optimizer_state import optimizer_kept, optimize
 from lopsided.runtime.checkpoint.state import Kept, model_kept, model_wanted, spread, tensors_of
 from lopsided.runtime.checkpoint.storage import Held, LoadPlanner, SafeReader, SafeWriter, SavePlanner, check_files
 from lopsided.runtime.checkpoint.tensor_file import TensorEntry, write_tensors
-from lopsided.runtime.control_plane import ControlPlane, Holder, accord_of
+from lopsided.runtime.control_plane import ControlPlane, accord_of
+
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
 
 _log = logging.getLogger("lopsided")
 
@@ -76,23 +78,14 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
-class Streams(Protocol):
-    """Random numbers, as `lopsided.executor.randomness` has them."""
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """A run in training: everything that has a state."""
 
-    def state(self) -> dict[str, Tensor]: ...
-    def set_state(self, state: dict[str, Tensor]) -> None: ...
-
-
-class Trains(Holder, Protocol):
-    """A parallel module in training."""
-
-    steps_done: int
-
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def randomness(self) -> Streams: ...
-    def before_saving(self) -> object: ...
+    pm: Parallel
+    optimizer: Optimizer | None
+    loader: Stateful | None = None
+    scheduler: Stateful | None = None
 
 
 # Saving
@@ -138,7 +131,7 @@ class Saving:
 
 
 def save(
-    pm: Trains,
+    pm: Parallel,
     optimizer: Optimizer | None,
     folder: str | Path,
     *,
@@ -160,7 +153,7 @@ def save(
     step = pm.steps_done
     _check_alike(accord.all(lambda: (step, str(folder), keep)))
     accord.each(pm.before_saving)
-    state = captured(pm, optimizer, loader, scheduler, accord)
+    state = captured(LiveRun(pm, optimizer, loader, scheduler), accord)
     held, training = spread(state.kept, pm.world.place, len(pm.world.ranks)) | dict(state.random), state.training
     if not wait:
         held = {key: each.copied() for key, each in held.items()}
@@ -213,14 +206,13 @@ class RunState:
     training: Training
 
 
-def captured(
-    pm: Trains, optimizer: Optimizer | None, loader: Stateful | None, scheduler: Stateful | None, accord: ControlPlane
-) -> RunState:
-    """Nothing is copied. Every rank must call this."""
+def captured(run: LiveRun, accord: ControlPlane) -> RunState:
+    """What is to be saved; nothing is copied. Every rank must call this."""
+    pm = run.pm
     named = accord.each(lambda: tensors_of(pm))
     kept, told = model_kept(named), None
-    if optimizer is not None:
-        state, told = optimizer_kept(pm, optimizer, accord)
+    if run.optimizer is not None:
+        state, told = optimizer_kept(pm, run.optimizer, accord)
         kept |= state
     random = {
         random_key(pm.world.place, stream): Held.whole(state_of.shape, state_of.dtype, state_of)
@@ -228,11 +220,11 @@ def captured(
     }
 
     def rest() -> Training:
-        position = None if loader is None else as_plain(loader.state_dict(), "the loader's state")
+        position = None if run.loader is None else as_plain(run.loader.state_dict(), "the loader's state")
         schedule = None
-        if scheduler is not None:
-            state = as_plain(scheduler.state_dict(), "the scheduler's state")
-            schedule = SchedulerRecord(type(scheduler).__name__, state)
+        if run.scheduler is not None:
+            state = as_plain(run.scheduler.state_dict(), "the scheduler's state")
+            schedule = SchedulerRecord(type(run.scheduler).__name__, state)
         return Training(
             step=pm.steps_done,
             graph=pm.plan.graph.fingerprint,
@@ -247,16 +239,21 @@ def captured(
     return RunState(kept, random, accord.each(rest))
 
 
-def _run(pm: Trains) -> str:
+def _run(pm: Parallel) -> str:
     """A digest of what decides which process draws which random numbers: the plan, and who is who."""
     shares, world = pm.plan.shares, pm.world
     told = [str(pm.plan.program), shares.work, shares.named, shares.cuts, world.size, world.ranks, world.order]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
-def _generators(pm: Trains) -> dict[str, Tensor]:
+def _streams(pm: Parallel) -> RankRandomness:
+    """Only verification draws from other ones, and saves nothing."""
+    return cast(RankRandomness, pm.randomness)
+
+
+def _generators(pm: Parallel) -> dict[str, Tensor]:
     """The states of this process's generators, of the run and of torch."""
-    states = {**pm.randomness.state(), "cpu": torch.get_rng_state()}
+    states = {**_streams(pm).state(), "cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
@@ -286,9 +283,7 @@ class _Writer(SafeWriter):
         super().finish(metadata, results)
         give_name(self.folder, self.path)
         if self.keep is not None:
-            older = [step for step in steps_in(self.root) if step < self.step]
-            for step in older[: len(older) + 1 - self.keep]:
-                remove(written(self.root, step))
+            keep_only(self.root, self.keep, self.step)
         self.then(self.path)
 
 
@@ -324,7 +319,7 @@ def _in_torch(job: Callable[[], object], path: Path) -> None:
 
 
 def load(
-    pm: Trains,
+    pm: Parallel,
     optimizer: Optimizer | None,
     folder: str | Path,
     *,
@@ -361,18 +356,12 @@ def load(
     if verify:
         with working(f"checking {path.name}"):
             accord.each(lambda: check_digests(path, reader.tables.files, accord.rank, pm.world.size))
-    return go_on(pm, optimizer, reader, training, loader, scheduler)
+    return go_on(LiveRun(pm, optimizer, loader, scheduler), reader, training)
 
 
-def go_on(
-    pm: Trains,
-    optimizer: Optimizer | None,
-    reader: SafeReader,
-    training: Training,
-    loader: Stateful | None,
-    scheduler: Stateful | None,
-) -> int:
+def go_on(run: LiveRun, reader: SafeReader, training: Training) -> int:
     """Take over the tensors that the reader has, and the rest; the steps that were done. Every rank must call this."""
+    pm, optimizer, loader, scheduler = run.pm, run.optimizer, run.loader, run.scheduler
     accord, path = accord_of(pm), reader.folder
     random: dict[str, Tensor] = {}
 
@@ -429,7 +418,7 @@ def _state_of(what: str, told: object, path: Path) -> dict[str, Any]:
     return state
 
 
-def _random_wanted(pm: Trains, training: Training, table: Table, random: dict[str, Tensor]) -> dict[str, Held]:
+def _random_wanted(pm: Parallel, training: Training, table: Table, random: dict[str, Tensor]) -> dict[str, Held]:
     """The states of generators that go on: all, in the same run; in another one only the stream that all share."""
     same = training.run == _run(pm) and pm.world.place >= 0
     wanted = {}
@@ -445,8 +434,8 @@ def _random_wanted(pm: Trains, training: Training, table: Table, random: dict[st
     return wanted
 
 
-def _set_generators(pm: Trains, random: Mapping[str, Tensor]) -> None:
-    pm.randomness.set_state({stream: state for stream, state in random.items() if stream not in ("cpu", "cuda")})
+def _set_generators(pm: Parallel, random: Mapping[str, Tensor]) -> None:
+    _streams(pm).set_state({stream: state for stream, state in random.items() if stream not in ("cpu", "cuda")})
     if "cpu" in random:
         torch.set_rng_state(random["cpu"])
     if "cuda" in random:

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 def refuse(what: str, where: str | Path = "a value of the checkpoint") -> DamagedError:
-    """Of a checkpoint that is not as it was saved."""
+    """The error for a checkpoint that is not as it was saved."""
     return DamagedError(what, where=str(where), do=CHECKPOINT_FILE.do)
 
 
@@ -116,6 +116,13 @@ def remove(path: Path) -> None:
         shutil.rmtree(aside)
     except OSError as error:
         _log.warning("an old checkpoint cannot be removed: %s", error)
+
+
+def keep_only(folder: Path, count: int, step: int) -> None:
+    """Keep so many of the checkpoints up to this step."""
+    older = [each for each in steps_in(folder) if each < step]
+    for each in older[: len(older) + 1 - count]:
+        remove(written(folder, each))
 
 
 def restore(folder: Path) -> None:
@@ -261,7 +268,7 @@ class Training:
     step: Whole
     graph: str  # its fingerprint
     run: str  # a digest of what decides which process draws which random numbers
-    names: tuple[str, ...]  # of the model's state dict
+    names: tuple[str, ...]  # those in the model's state dict
     tied: Mapping[str, str]  # names of tensors that are stored under another one
     optimizer: OptimizerRecord | None = None
     scheduler: SchedulerRecord | None = None

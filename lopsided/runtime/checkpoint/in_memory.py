@@ -17,7 +17,6 @@ be done before the next. Nothing is written where there is no room for the next 
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 import shutil
@@ -33,11 +32,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import planner as torch_planner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.futures import Future
-from torch.optim import Optimizer
 
 from lopsided.comm.world import waiting, working
 from lopsided.errors import CheckpointError, DamagedError, InputError
-from lopsided.runtime.checkpoint.checkpoint import Saving, Stateful, Trains, captured, finish_last, random_key
+from lopsided.runtime.checkpoint.checkpoint import LiveRun, Saving, captured, finish_last, random_key
 from lopsided.runtime.checkpoint.folder import (
     Record,
     Stored,
@@ -53,18 +51,17 @@ from lopsided.runtime.checkpoint.folder import (
 )
 from lopsided.runtime.checkpoint.memory_folder import Fragment, MemoryPart, open_home, parts_in, room_in, write_part
 from lopsided.runtime.checkpoint.state import spread
-from lopsided.runtime.checkpoint.storage import Held, SafeReader
-from lopsided.runtime.checkpoint.tensor_file import TensorFile
+from lopsided.runtime.checkpoint.storage import Held, SafeReader, fill, resolved
+from lopsided.runtime.checkpoint.tensor_file import TensorFile, box_of
 from lopsided.runtime.control_plane import ControlPlane, accord_of
-
-_log = logging.getLogger("lopsided")
 
 PART_OF_TIME = 0.02
 """How much of the time training may wait for these checkpoints."""
 
 _LATEST = 5  # checkpoints, whose median wait is the next one's: one that fell into a busy moment puts off none
 _MOST_STEPS = 100_000
-_SENT_BYTES = 2**26  # at a time, which is how much a rank holds of a copy that comes
+# A copy is sent in parts of 64 MiB, which is how much a rank holds of one that comes.
+_SENT_BYTES = 2**26
 _SHARED = random_key(0, "shared")
 _now_s = time.monotonic
 
@@ -81,7 +78,7 @@ def steps_between(waits_s: float, behind_s: float, step_s: float) -> int:
 
 
 def receivers(nodes: Sequence[int], copies: int) -> tuple[tuple[int, ...], ...]:
-    """Of each rank the ranks that keep copies of its pieces: one on each of the next nodes.
+    """The ranks that keep copies of each rank's pieces: one on each of the next nodes.
 
     >>> receivers([0, 0, 1], 1), receivers([0, 0], 1)
     (((2,), (2,), (0,)), ((), ()))
@@ -96,30 +93,21 @@ def receivers(nodes: Sequence[int], copies: int) -> tuple[tuple[int, ...], ...]:
 
 
 class InMemory:
-    """Of one training run. Every rank makes one, and calls its methods at the same places."""
+    """Checkpoints in memory of one training run. Every rank makes one, and calls its methods at the same places."""
 
-    def __init__(
-        self,
-        pm: Trains,
-        optimizer: Optimizer | None,
-        folder: Path,
-        *,
-        loader: Stateful | None,
-        scheduler: Stateful | None,
-        keep_copies: int,
-    ) -> None:
+    def __init__(self, run: LiveRun, folder: Path, *, keep_copies: int) -> None:
         if isinstance(keep_copies, bool) or not isinstance(keep_copies, int) or keep_copies < 0:
             raise InputError(
                 f"keep_copies is {keep_copies!r}",
                 where="Checkpoints",
                 do="give 0, 1 or more, or None for none in memory",
             )
-        self._pm, self._optimizer, self._loader, self._scheduler = pm, optimizer, loader, scheduler
-        accord = accord_of(pm)
+        self._run = run
+        accord = accord_of(run.pm)
         self._home = accord.each(lambda: open_home(folder))
         hosts = accord.all(lambda: f"{socket.gethostname()} {self._home}")
         names = [*dict.fromkeys(hosts)]
-        self._nodes = [names.index(host) for host in hosts]  # by rank
+        self._nodes = [names.index(host) for host in hosts]  # the number of each rank's node
         self._neighbours = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[accord.rank]]
         self._leads = self._neighbours[0] == accord.rank
         self._to = receivers(self._nodes, keep_copies)
@@ -127,7 +115,7 @@ class InMemory:
         accord.each(lambda: clear(self._home) if self._leads else None)
         self._made = accord.first(lambda: secrets.token_hex(8))
         if keep_copies >= len(names) and keep_copies:
-            self._tell("keep_copies=%d, and the nodes to keep copies on are %d", keep_copies, len(names) - 1)
+            accord.warn("keep_copies=%d, and the nodes to keep copies on are %d", keep_copies, len(names) - 1)
         self._off = False
         self._since, self._after, self._looked_s = 0, 1, _now_s()
         self._waits_s: deque[float] = deque(maxlen=_LATEST)
@@ -141,7 +129,7 @@ class InMemory:
         self._since += 1
         if self._off or self._since < self._after:
             return
-        accord, now_s = accord_of(self._pm), _now_s()
+        accord, now_s = accord_of(self._run.pm), _now_s()
         idle = accord.saving is None or accord.saving.done
         waits_s = statistics.median_low(self._waits_s) if self._waits_s else 0.0
         after = steps_between(waits_s, self._behind_s, (now_s - self._looked_s) / self._since)
@@ -153,17 +141,17 @@ class InMemory:
 
     def save(self) -> None:
         """Save now, beside training. Every rank must call this."""
-        pm, accord, began_s = self._pm, accord_of(self._pm), _now_s()
+        pm, accord, began_s = self._run.pm, accord_of(self._run.pm), _now_s()
         last = accord.saving
         try:
             finish_last(accord)
         except CheckpointError as error:
-            self._tell("the last checkpoint could not be saved: %s", error.what)
+            accord.warn("the last checkpoint could not be saved: %s", error.what)
             if last is self._last:
                 self._off = True
                 return
         accord.each(pm.before_saving)
-        state = captured(pm, self._optimizer, self._loader, self._scheduler, accord)
+        state = captured(self._run, accord)
         alone, alike = dict[str, Held](), dict[str, Held]()
         if pm.world.place >= 0:
             cut = {key: each for key, each in state.kept.items() if each.piece is not None}
@@ -200,7 +188,7 @@ class InMemory:
             copies = sum(told[rank][0] for rank, to in enumerate(self._to) for other in to if other in ranks)
             room = min(told[rank][2] for rank in ranks)
             if 2 * (own + copies) + own > room:
-                self._tell(
+                accord_of(self._run.pm).warn(
                     "no checkpoints are kept in memory: on the node of rank %d they need %.3g MB, twice while one is "
                     "written, and %.3g MB more then; there are %.3g MB (in a container, see its --shm-size)",
                     ranks[0],
@@ -214,7 +202,7 @@ class InMemory:
     def _written(
         self, alone: Mapping[str, Held], alike: Mapping[str, Held], training: Training, accord: ControlPlane
     ) -> None:
-        """In a thread beside training, on all ranks."""
+        """Write a checkpoint, in a thread beside training on all ranks."""
         try:
             self._write(alone, alike, training, accord)
         except BaseException:
@@ -269,14 +257,14 @@ class InMemory:
 
     def close(self) -> None:
         """At the end of training, when nothing is under way: nobody needs them any more."""
-        accord = accord_of(self._pm)
+        accord = accord_of(self._run.pm)
         accord.each(lambda: shutil.rmtree(self._home, ignore_errors=True) if self._leads else None)
 
     # Going on
 
     def latest(self) -> tuple[SafeReader, Training] | None:
         """The latest checkpoint of which the nodes there are hold everything. Every rank must call this."""
-        accord, mine = accord_of(self._pm), self._neighbours
+        accord, mine = accord_of(self._run.pm), self._neighbours
 
         def found() -> list[tuple[str, MemoryPart]]:
             with working("checking what is in memory"):
@@ -297,10 +285,6 @@ class InMemory:
             if (table := whole_table(held, training)) is not None:
                 return MemoryReader(written(self._home, step), table, holders[step, made], accord), training
         return None
-
-    def _tell(self, text: str, *args: object) -> None:
-        if self._pm.world.rank == 0:
-            _log.warning(text, *args)
 
 
 def _files(folder: Path, rank: int) -> tuple[Path, Path]:
@@ -347,7 +331,7 @@ class MemoryReader(SafeReader):
         accord = self._accord
         items: dict[tuple[str, str], list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            stored = self._stored(item)
+            stored = self.stored(item)
             items[stored.file, stored.key].append(item)
         wanted = accord.all(lambda: {place for place in items if accord.rank not in self._holders[place[0]]})
         missing = {place for each in wanted for place in each}
@@ -367,16 +351,5 @@ class MemoryReader(SafeReader):
             if place in missing:
                 accord.send(value, min(self._holders[file]))
             for item in items.get(place, ()):
-                part = value
-                for dim, (at, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    part = part.narrow(dim, at, size)
-                into = planner.resolve_tensor(item).detach()
-                into.copy_(part)
-                planner.commit_tensor(item, into)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _stored(self, item: ReadItem) -> Stored:
-        at = tuple(item.storage_index.offset or ())
-        return next(each for each in self.table[item.storage_index.fqn].chunks if each.offsets == at)
+                fill(planner, item, box_of(value, item.storage_offsets, item.lengths))
+        return resolved(None)

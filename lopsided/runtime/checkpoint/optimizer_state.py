@@ -12,11 +12,12 @@ would have to hold: fine where the parameter is whole, refused where it is cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lopsided.errors import CheckpointError, shown
 from lopsided.runtime.checkpoint.folder import (
@@ -32,9 +33,14 @@ from lopsided.runtime.checkpoint.folder import (
 from lopsided.runtime.checkpoint.state import Kept, wanted_pieces
 from lopsided.runtime.checkpoint.storage import Held
 from lopsided.runtime.checkpoint.tensor_file import DTYPES, NAMES, check_dtype
-from lopsided.runtime.control_plane import ControlPlane, Holder
-from lopsided.runtime.parameters.host_state import is_on_host
+from lopsided.runtime.control_plane import ControlPlane
+from lopsided.runtime.parameters.coded_state import Coded
+from lopsided.runtime.parameters.host_state import is_apart, is_coded
+from lopsided.runtime.parameters.host_state import kept as kept_between_steps
 from lopsided.runtime.parameters.pieces import Piece
+
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
 
 Form = Mapping[str, object]
 """What is said of one entry of the state: of a tensor its "shape" and "dtype", with its "number" where it has but one
@@ -48,7 +54,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 _PARAMETERS = ("params", "param_names")
 
 
-def _named(pm: Holder, optimizer: Optimizer) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _named(pm: Parallel, optimizer: Optimizer) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """The parameters of each group with the names under which they are saved."""
     first = {name: piece.name for piece in pm.pieces.values() for name in (piece.name, *piece.also)}
     names: dict[int, str] = {}
@@ -72,7 +78,7 @@ def _key(name: str, key: str) -> str:
 # Saving
 
 
-def optimizer_kept(pm: Holder, optimizer: Optimizer, accord: ControlPlane) -> tuple[dict[str, Kept], OptimizerRecord]:
+def optimizer_kept(pm: Parallel, optimizer: Optimizer, accord: ControlPlane) -> tuple[dict[str, Kept], OptimizerRecord]:
     """The tensors of the optimizer's state, and all else of it as plain data. Every rank must call this."""
     of = type(optimizer).__name__
 
@@ -95,6 +101,9 @@ def optimizer_kept(pm: Holder, optimizer: Optimizer, accord: ControlPlane) -> tu
                 if "number" in form or "value" in form:
                     continue
                 local = optimizer.state.get(parameter, {}).get(key)
+                if isinstance(local, Coded) and cut is not None and len(cut.chunks()) > 1:
+                    # Each of its boxes would be written out by itself. One that is all of it is, when it is saved.
+                    local = local.decode(torch.device("cpu"))
                 dtype = DTYPES[str(form["dtype"])]
                 shape = cut.shape if cut else tuple(form["shape"])  # type: ignore[arg-type]
                 kept[_key(name, key)] = Kept(shape, dtype, local, cut)
@@ -110,11 +119,18 @@ def _form(value: object, where: str) -> Form:
     if not isinstance(value, Tensor):
         return {"value": as_plain(value, where)}
     check_dtype(value.dtype, where)
+    if is_traceable_wrapper_subclass(value) and not isinstance(value, Coded):
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}, of which nobody knows here how its pieces are put together",
+            where="save",
+            do="use the optimizer with plain state (torch.optim.AdamW), and let the plan keep it in 8 bits: "
+            "lopsided plan --allow 8bit-state",
+        )
     form = {"shape": list(value.shape), "dtype": NAMES[value.dtype]}
     return form | {"number": as_plain(value, where)} if value.numel() == 1 else form
 
 
-def _settled(pm: Holder, told: Sequence[State], of: str) -> dict[str, dict[str, Form]]:
+def _settled(pm: Parallel, told: Sequence[State], of: str) -> dict[str, dict[str, Form]]:
     """One form for all. `told` is what each of those that take part has."""
     found: dict[str, dict[str, Form]] = {}
     for name in dict.fromkeys(name for state in told for name in state):
@@ -160,7 +176,7 @@ def _tensor(form: Form) -> Form:
 
 
 def optimizer_wanted(
-    pm: Holder, optimizer: Optimizer, told: OptimizerRecord, table: Table, where: str, *, in_order: bool
+    pm: Parallel, optimizer: Optimizer, told: OptimizerRecord, table: Table, where: str, *, in_order: bool
 ) -> tuple[dict[str, Held], Callable[[], None]]:
     """Where this process wants the tensors of the state, and what to call when they are there.
 
@@ -177,7 +193,7 @@ def optimizer_wanted(
     options = _options(optimizer, groups, told.groups, in_order, where)
     wanted: dict[str, Held] = {}
     rebuilt: dict[int, dict[str, object]] = {}
-    on_host: list[tuple[nn.Parameter, str, Tensor]] = []
+    apart: list[tuple[nn.Parameter, str, Tensor]] = []
     for number, (name, parameter) in enumerate(pair for group in groups for pair in group):
         entries: dict[str, object] = {}
         for key, form in told.state.get(name, {}).items():
@@ -187,8 +203,8 @@ def optimizer_wanted(
                 entries[key] = number_of(form, f"{shown(key)} of {name} in the optimizer's state", where)
             elif (record := table.get(_key(name, key))) is not None:
                 room, wanted[_key(name, key)] = _room(record, pm.pieces.get(name), parameter, key, of, where)
-                if is_on_host(parameter):
-                    on_host.append((parameter, key, room))
+                if is_apart(parameter):
+                    apart.append((parameter, key, room))
                 else:
                     entries[key] = room
             else:
@@ -204,8 +220,10 @@ def optimizer_wanted(
             at += len(group)
         optimizer.load_state_dict({"state": rebuilt, "param_groups": param_groups})
         # That would take them to the device, which may not have the room for all of them.
-        for parameter, key, room in on_host:
-            optimizer.state[parameter][key] = room
+        while apart:
+            parameter, key, room = apart.pop()
+            coded = is_coded(parameter)
+            optimizer.state[parameter][key] = kept_between_steps(parameter, key, room) if coded else room
 
     return wanted, put_together
 
@@ -266,7 +284,7 @@ def _room(
     record: Record, piece: Piece | None, parameter: nn.Parameter, key: str, of: str, where: str
 ) -> tuple[Tensor, Held]:
     """An empty tensor for a part of the state, and what of it this process wants."""
-    device = torch.device("cpu") if is_on_host(parameter) else parameter.device
+    device = torch.device("cpu") if is_apart(parameter) else parameter.device
     if piece is not None and record.shape == piece.shape:
         local = torch.empty(piece.local_shape, dtype=record.dtype, device=device)
         return local, wanted_pieces(record, piece, local)

@@ -4,25 +4,35 @@ In: a parallel module, of which every process holds pieces. Out: `full_state_dic
 `load_full_state_dict`, which gives every process its pieces of whole tensors and reads no more than those. And for
 checkpoints: which tensors there are (`tensors_of`), who writes what all have (`spread`), and where each process wants
 what it needs (`model_wanted`).
+
+And the whole model again, as an ordinary module on one rank (`whole`): to evaluate, to generate, to save as its library
+does. `save_pretrained` of the model itself, which holds pieces, writes such a copy (`save_whole`).
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lopsided.errors import CheckpointError, shown
 from lopsided.runtime.checkpoint.folder import Record, Table, few
 from lopsided.runtime.checkpoint.storage import Held
-from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile
-from lopsided.runtime.control_plane import Holder, accord_of
+from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile, box_of
+from lopsided.runtime.control_plane import accord_of
 from lopsided.runtime.parameters.pieces import Chunk, Piece
+
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
 
 Source = Mapping[str, Tensor] | str | Path | None
 
@@ -48,7 +58,7 @@ class Named:
         return self.piece.boxes(self.local) if self.piece else (self.local,)
 
 
-def tensors_of(pm: Holder) -> list[Named]:
+def tensors_of(pm: Parallel) -> list[Named]:
     """Every tensor of the model's state dict once, in its order."""
     piece_of = {name: piece for piece in pm.pieces.values() for name in (piece.name, *piece.also)}
     state = pm.state_dict()
@@ -170,7 +180,7 @@ def wanted_pieces(record: Record, piece: Piece | None, local: Tensor) -> Held:
 # Whole
 
 
-def full_state_dict(pm: Holder, *, everywhere: bool = True) -> dict[str, Tensor]:
+def full_state_dict(pm: Parallel, *, everywhere: bool = True) -> dict[str, Tensor]:
     """What `state_dict()` of the original model would be, in main memory. Every rank must call this.
 
     With `everywhere=False` only rank 0 keeps the values; the others return an empty dict.
@@ -200,7 +210,7 @@ def full_state_dict(pm: Holder, *, everywhere: bool = True) -> dict[str, Tensor]
     return {key: wholes[key] for key in pm.state_dict()} if keep else {}
 
 
-def _joined(pm: Holder, each: Named) -> Tensor:
+def _joined(pm: Parallel, each: Named) -> Tensor:
     local, piece = each.local.detach(), each.piece
     if piece is None or not piece.is_cut or pm.communicator is None:
         return local
@@ -229,9 +239,7 @@ def _opened(source: Source) -> Iterator[_Opened | None]:
         tensors = {key: value.detach() for key, value in source.items() if isinstance(value, Tensor)}
         yield _Opened(
             {key: TensorEntry(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()},
-            lambda key, chunk: tensors[key][
-                tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            ],
+            lambda key, chunk: box_of(tensors[key], chunk.offsets, chunk.sizes),
         )
         return
     path = Path(source)
@@ -248,7 +256,7 @@ def _opened(source: Source) -> Iterator[_Opened | None]:
         )
 
 
-def load_full_state_dict(pm: Holder, source: Source, *, strict: bool = True) -> None:
+def load_full_state_dict(pm: Parallel, source: Source, *, strict: bool = True) -> None:
     """Fill the module with whole tensors of the original names. Every rank must call this.
 
     `source` is a mapping or the path of a .safetensors file. Where all ranks have it, each reads what it holds. Where
@@ -298,3 +306,56 @@ def _check_state(held: Sequence[Named], outline: Mapping[str, TensorEntry], stri
             do="load the state of the same model" + (", or pass strict=False to skip names" if strict else ""),
             **wrong,
         )
+
+
+# An ordinary module again
+
+# The attribute of a model that knows which parallel module it is of.
+_PARALLEL = "_lopsided_parallel"
+
+
+def whole(pm: Any, *, device: torch.device | str = "cpu") -> Any:
+    """An ordinary module with all parameters, on rank 0 and on `device`; None on other ranks. All ranks call it.
+
+    It is a copy: what is trained later is not in it. `whole(pm).save_pretrained(folder)` writes a transformers model.
+    """
+    state = full_state_dict(pm, everywhere=False)
+    if pm.world.rank != 0:
+        return None
+    model = pm.module
+    held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    # Without copying the pieces: each is replaced by the whole at once.
+    made: nn.Module = copy.deepcopy(model, dict(held))
+    if vars(made).pop(_PARALLEL, None) is not None:
+        made.__class__ = type(made).__mro__[2]
+    put: dict[int, Any] = {}
+    for path, module in made.named_modules():
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for key, tensor in [(key, tensor) for key, tensor in tensors.items() if tensor is not None]:
+                name = f"{path}.{key}" if path else key
+                if id(tensor) not in put:
+                    value = state[name].to(device) if name in state else tensor.detach().clone().to(device)
+                    put[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if kind == "parameter" else value
+                tensors[key] = put[id(tensor)]
+    return made
+
+
+def save_whole(model: nn.Module, pm: Any) -> None:
+    """From here on `save_pretrained` of this model, which holds pieces of `pm`, writes the whole. All ranks call it."""
+    if callable(getattr(model, "save_pretrained", None)):
+        if _PARALLEL not in vars(model):
+            model.__class__ = _saving(type(model))  # type: ignore[arg-type]
+        vars(model)[_PARALLEL] = weakref.ref(pm)
+
+
+class _SavesWhole:
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is not None:
+            return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        made = whole(vars(self)[_PARALLEL]())
+        return None if made is None else made.save_pretrained(*args, **kwargs)
+
+
+@cache
+def _saving(kind: type) -> type:
+    return type(kind.__name__, (_SavesWhole, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -44,8 +44,10 @@ from lopsided.runtime.checkpoint.folder import (
     sync_folder,
     write_file,
 )
-from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile, check_dtype, write_tensors
+from lopsided.runtime.checkpoint.tensor_file import TensorEntry, TensorFile, box_of, check_dtype, write_tensors
 from lopsided.runtime.parameters.pieces import Chunk
+
+T = TypeVar("T")
 
 
 def _told(chunk: Chunk | Stored) -> ChunkStorageMetadata:
@@ -172,17 +174,13 @@ class SafeWriter(StorageWriter):
             with working(f"writing its part of {self.folder.name}"):
                 value_of: Any = lambda key: planner.resolve_data(items[key])  # noqa: E731
                 digest = write_tensors(self.folder / plan.storage_data, entries, value_of)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(
-            [
-                WriteResult(items[entry.key].index, entry.bytes, (plan.storage_data, entry.key, digest))
-                for entry in entries
-            ]
+        place = plan.storage_data
+        return resolved(
+            [WriteResult(items[entry.key].index, entry.bytes, (place, entry.key, digest)) for entry in entries]
         )
-        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """By the coordinator, when everybody has written: the table, and all of it safe on disk."""
+        """Write the table, and see all of it safe on disk; the coordinator does when everybody has written."""
         places = {result.index: result.storage_data[:2] for written in results for result in written}
         digests = {result.storage_data[0]: result.storage_data[2] for written in results for result in written}
         table = {}
@@ -264,18 +262,17 @@ class SafeReader(StorageReader):
         with working(f"reading {self.folder.name}"), ExitStack() as stack:
             files: dict[str, TensorFile] = {}
             for item in plan.items:
-                record = self.table[item.storage_index.fqn]
-                at = tuple(item.storage_index.offset or ())
-                stored = next(each for each in record.chunks if each.offsets == at)
+                stored = self.stored(item)
                 if stored.file not in files:
                     files[stored.file] = stack.enter_context(TensorFile(self.folder / stored.file))
                 value = files[stored.file].read(stored.key, item.storage_offsets, item.lengths)
-                into = planner.resolve_tensor(item).detach()
-                into.copy_(value)
-                planner.commit_tensor(item, into)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+                fill(planner, item, value)
+        return resolved(None)
+
+    def stored(self, item: ReadItem) -> Stored:
+        """The chunk that is asked for."""
+        at = tuple(item.storage_index.offset or ())
+        return next(each for each in self.table[item.storage_index.fqn].chunks if each.offsets == at)
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor, in main memory."""
@@ -283,12 +280,23 @@ class SafeReader(StorageReader):
         check_files(self.folder, {name: record})
         whole = torch.empty(record.shape, dtype=record.dtype)
         for each in record.chunks:
-            into = whole
-            for dim, (at, size) in enumerate(zip(each.offsets, each.sizes, strict=True)):
-                into = into.narrow(dim, at, size)
             with TensorFile(self.folder / each.file) as file:
-                into.copy_(file.whole(each.key))
+                box_of(whole, each.offsets, each.sizes).copy_(file.whole(each.key))
         return whole
+
+
+def fill(planner: torch_planner.LoadPlanner, item: ReadItem, value: Tensor) -> None:
+    """Put what was read where it is wanted."""
+    into = planner.resolve_tensor(item).detach()
+    into.copy_(value)
+    planner.commit_tensor(item, into)
+
+
+def resolved(result: T) -> Future[T]:
+    """What torch waits for, when there is nothing left to wait for."""
+    made: Future[T] = Future()
+    made.set_result(result)
+    return made
 
 
 def check_files(folder: Path, table: Table) -> None:

@@ -124,6 +124,13 @@ def digest_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def box_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of the box that begins at `offsets`."""
+    for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, at, size)
+    return tensor
+
+
 class TensorFile:
     """A file to read from. Only what is asked for is read."""
 

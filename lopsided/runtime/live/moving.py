@@ -30,7 +30,7 @@ from lopsided.runtime.agreement import cuts_of, in_group_order
 from lopsided.runtime.checkpoint.optimizer_state import State, number_of, optimizer_kept
 from lopsided.runtime.checkpoint.tensor_file import DTYPES
 from lopsided.runtime.control_plane import accord_of
-from lopsided.runtime.parameters.host_state import is_on_host, on_host
+from lopsided.runtime.parameters.host_state import kept as kept_between_steps
 from lopsided.runtime.parameters.piece_tensors import PieceParameter, plain, plain_gradient
 from lopsided.runtime.parameters.pieces import Piece, piece_of
 
@@ -52,8 +52,7 @@ def with_shares(plan: Plan, work: tuple[float, ...], note: str = "") -> Plan:
     # What was settled to the unit of the state's cuts stays settled.
     cuts = tuple(cut for cut in before.cuts if cut[0] == STATE)
     shares = Shares(work, tuple(named), cuts)
-    how = (plan.optimizer, plan.regather, plan.bucket_bytes, plan.reruns, plan.on_host, plan.microbatches)
-    step_s, breakdown, memory = predict(plan.program, shares, plan.on, *how)
+    step_s, breakdown, memory = predict(plan.program, shares, plan.on, *plan.how)
     over = [d for d, most in enumerate(memory_limits(plan.on)) if memory[d] > most]
     if over:
         raise DoesNotFitError(
@@ -86,6 +85,8 @@ def check_movable(pm: Parallel, plan: Plan) -> None:
         why = "its program is another one"
     elif plan.on_host != pm.plan.on_host:
         why = "it keeps other optimizer state in host memory"
+    elif plan.state_bits != pm.plan.state_bits:
+        why = "it keeps optimizer state in another number of bits"
     elif plan.on.devices != pm.plan.on.devices or len(pm.world.ranks) < pm.world.size:
         why = "it is for other devices, or some process has no device"
     elif pm.recording is not None and not pm.recording.is_done:
@@ -156,7 +157,11 @@ def _move(pm: Parallel, old: Piece, new: Piece, local: Tensor | None, dtype: tor
     shapes = [old.placement.local_shape(old.shape, old.counts, rank) for rank in range(len(old.counts))]
     counts = [math.prod(shape) for shape in shapes]
     device = pm.world.device
-    mine = torch.empty(0, dtype=dtype, device=device) if local is None else local.to(device).reshape(-1).contiguous()
+    mine = (
+        torch.empty(0, dtype=dtype, device=device)
+        if local is None
+        else local.detach().to(device).reshape(-1).contiguous()
+    )
     flat = pm.communicator.all_gather(mine, counts, what=f"{old.name}, moved").wait()
     whole = old.join([part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)])
     return new.take(whole).clone(memory_format=torch.contiguous_format)
@@ -180,7 +185,7 @@ def _give_state(
         state = optimizer.state[parameter]
         for key, form in told[name].items():
             if (tensor := moved.get(f"optimizer.{name}.{key}")) is not None:
-                state[key] = on_host(tensor) if is_on_host(parameter) else tensor
+                state[key] = kept_between_steps(parameter, key, tensor)
             elif key not in state and "number" in form:
                 # A rank that had no elements counted no steps.
                 state[key] = number_of(form, key, "replan").to(DTYPES[str(form["dtype"])])

@@ -23,8 +23,9 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lopsided.comm.communicator import Communicator
 from lopsided.errors import TrainingError
-from lopsided.runtime.parameters.piece_tensors import CanReduce, piece_parameter
+from lopsided.runtime.parameters.piece_tensors import piece_parameter
 from lopsided.runtime.parameters.pieces import Piece
 
 
@@ -32,7 +33,7 @@ def adopt(
     model: nn.Module,
     pieces: Mapping[str, Piece],
     local: Mapping[str, Tensor],
-    communicator: CanReduce | None,
+    communicator: Communicator | None,
     together: Callable[[str], None],
 ) -> None:
     """Put this process's tensors in place of the model's. `communicator` is to those that hold the other pieces."""

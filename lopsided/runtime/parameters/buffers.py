@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Buffers:
-    """By name; a name that a shared module has elsewhere will do."""
+    """Buffers by name; a name that a shared module has elsewhere will do."""
 
     def __init__(self, model: nn.Module) -> None:
         # Dictionaries, not tensors: a buffer may be replaced. And not modules: one of them holds this.
@@ -30,7 +30,7 @@ class Buffers:
         return buffer
 
     def copies(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """As they are now, whatever becomes of them."""
+        """Copies of the buffers as they are now, whatever becomes of them."""
         found = {name: self[name] for name in names}
         made = {name: torch.empty_like(buffer) for name, buffer in found.items()}
         _copy_all([(made[name], found[name]) for name in found])

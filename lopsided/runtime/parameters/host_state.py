@@ -1,10 +1,11 @@
-"""Optimizer state in the memory of the host: fetched a slice at a time for the update, and taken back.
+"""Optimizer state in the memory of the host, or in 8 bits: fetched a slice at a time for the update, and taken back.
 
-In: parameters whose state the plan keeps there (`keep_on_host`), and optimizers as they take steps. Out: the same
-steps, to the last bit, of any optimizer that treats every parameter on its own; one that does not has all of its state
-fetched at once.
+In: parameters whose state the plan keeps there (`keep_on_host`) or so (`keep_coded`), and optimizers as they take
+steps. Out: the same steps of any optimizer that treats every parameter on its own, from host memory to the last bit;
+one that does not has all of its state fetched at once. State in 8 bits is written out to be fetched, and coded when it
+is taken back (`coded_state`).
 
-    first         of what has been made or loaded meanwhile, state is taken to the host
+    first         of what has been made or loaded meanwhile, state is taken where it belongs
     slice         some parameters, whose state is fetched; the optimizer's own step, with its groups narrowed to them;
                   their state is taken back
     last slice    what stays on the device with it: its step is the one that the script has called
@@ -30,11 +31,14 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lopsided.runtime.parameters.coded_state import NEVER_NEGATIVE, Coded
 from lopsided.schedule.host_state import slice_bytes
 
 _away: Any = WeakIdKeyDictionary()  # the parameters whose state is in host memory
+_coded: Any = WeakIdKeyDictionary()  # those whose state is in 8 bits
 _steps: weakref.WeakKeyDictionary[Optimizer, HostSteps] = weakref.WeakKeyDictionary()
-_AS_MUCH = 2  # times the bytes of a parameter is what state is taken to have before there is any
+# Before there is any, state is taken to have twice the bytes of its parameter.
+_AS_MUCH = 2
 
 
 def keep_on_host(parameters: Iterable[nn.Parameter]) -> None:
@@ -43,8 +47,43 @@ def keep_on_host(parameters: Iterable[nn.Parameter]) -> None:
         _away[parameter] = True
 
 
+def keep_coded(parameters: Iterable[nn.Parameter]) -> None:
+    """From the next step on, the state of these parameters is in 8 bits, whatever optimizer has it."""
+    for parameter in parameters:
+        _coded[parameter] = True
+
+
 def is_on_host(parameter: Tensor) -> bool:
     return parameter in _away
+
+
+def is_coded(parameter: Tensor) -> bool:
+    return parameter in _coded
+
+
+def is_apart(parameter: Tensor) -> bool:
+    """Whether its state is fetched for the update."""
+    return parameter in _away or parameter in _coded
+
+
+def kept(parameter: Tensor, key: str, value: Tensor) -> Tensor:
+    """A tensor of state, wherever it was read or moved to, as it is kept between steps."""
+    if _is_to_be_coded(parameter, value):
+        value = value.to(parameter.device)
+        return Coded.of(value, is_signed=key not in NEVER_NEGATIVE, pinned_on_host=is_on_host(parameter))
+    return on_host(value) if is_on_host(parameter) else value.to(parameter.device)
+
+
+def _is_to_be_coded(parameter: Tensor, value: Tensor) -> bool:
+    """What has a number for each of the parameter's; an optimizer's own kinds of tensors stay its own."""
+    return (
+        is_coded(parameter) and type(value) is Tensor and value.is_floating_point() and _is_shaped_as(value, parameter)
+    )
+
+
+def _is_shaped_as(value: Tensor, parameter: Tensor) -> bool:
+    with DisableTorchFunctionSubclass():
+        return value.shape == parameter.shape and value.numel() > 1
 
 
 def on_host(tensor: Tensor, *, copied: bool = True) -> Tensor:
@@ -55,11 +94,11 @@ def on_host(tensor: Tensor, *, copied: bool = True) -> Tensor:
 
 def watch_steps(optimizer: Optimizer, *, is_sliceable: Callable[[], bool]) -> None:
     """Called before every step: its hooks run last before it, and first after it."""
-    if not len(_away):
+    if not (len(_away) or len(_coded)):
         return
     steps = _steps.get(optimizer)
     if steps is None:
-        if not any(is_on_host(p) for group in optimizer.param_groups for p in group["params"]):
+        if not any(is_apart(p) for group in optimizer.param_groups for p in group["params"]):
             return
         steps = _steps[optimizer] = HostSteps(optimizer, sliced=is_sliceable())
     steps.put_hooks_inside(optimizer)
@@ -165,7 +204,8 @@ class HostSteps:
         elif self._groups is not None:
             self._take_back(optimizer, self._last)
             self.give_up(optimizer)
-            for device in {p.device for group in optimizer.param_groups for p in group["params"]}:
+            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            for device in {parameter.device for parameter in held if is_on_host(parameter)}:
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
 
@@ -200,35 +240,47 @@ class HostSteps:
         self._groups, self._last, self._within = None, (), 0
 
     def _slices(self, optimizer: Optimizer, held: Sequence[Tensor]) -> list[list[Tensor]]:
-        away = [parameter for parameter in held if is_on_host(parameter)]
-        if not away:
+        apart = [parameter for parameter in held if is_apart(parameter)]
+        if not apart:
             return []
         if not self._sliced:
             return [[*held]]
-        sizes = [_state_bytes(optimizer, parameter) for parameter in away]
+        sizes = [_state_bytes(optimizer, parameter) for parameter in apart]
         most = slice_bytes(sum(sizes))
         slices: list[list[Tensor]] = [[]]
         filled = 0
-        for parameter, size in zip(away, sizes, strict=True):
+        for parameter, size in zip(apart, sizes, strict=True):
             if slices[-1] and filled + size > most:
                 slices.append([])
                 filled = 0
             slices[-1].append(parameter)
             filled += size
-        slices[-1] += [parameter for parameter in held if not is_on_host(parameter)]
+        slices[-1] += [parameter for parameter in held if not is_apart(parameter)]
         return slices
 
     def _fetch(self, optimizer: Optimizer, part: Iterable[Tensor]) -> None:
         for parameter, key, value in _state_of(optimizer, part):
             home = self._homes.get((id(parameter), key))
-            if value is home or value.device != parameter.device:
+            if isinstance(value, Coded):
+                self._homes[id(parameter), key] = value
+                optimizer.state[parameter][key] = value.decode(parameter.device)
+            elif is_on_host(parameter) and (value is home or value.device != parameter.device):
                 self._homes[id(parameter), key] = value
                 optimizer.state[parameter][key] = value.to(parameter.device, non_blocking=True, copy=True)
 
     def _take_back(self, optimizer: Optimizer, part: Iterable[Tensor]) -> None:
         for parameter, key, value in _state_of(optimizer, part):
             home = self._homes.get((id(parameter), key))
-            if value is home or value.device != parameter.device:
+            if isinstance(value, Coded):
+                continue
+            if _is_to_be_coded(parameter, value):
+                if isinstance(home, Coded) and home.shape == value.shape and home.dtype == value.dtype:
+                    optimizer.state[parameter][key] = home.encode(value.to(parameter.device))
+                else:
+                    home = self._homes[id(parameter), key] = kept(parameter, key, value)
+                    optimizer.state[parameter][key] = home
+                continue
+            if not is_on_host(parameter) or value is home or value.device != parameter.device:
                 continue
             if home is None or home.shape != value.shape or home.dtype != value.dtype:
                 home = self._homes[id(parameter), key] = on_host(value, copied=False)
@@ -236,12 +288,12 @@ class HostSteps:
 
 
 def _state_of(optimizer: Optimizer, part: Iterable[Tensor]) -> list[tuple[Tensor, str, Tensor]]:
-    """Parameter, key and tensor of the state that is in host memory; counts of steps stay where they are."""
+    """Parameter, key and tensor of the state that is fetched; counts of steps stay where they are."""
     with DisableTorchFunctionSubclass():
         return [
             (parameter, key, value)
             for parameter in part
-            if is_on_host(parameter)
+            if is_apart(parameter)
             for key, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor) and value.numel() > 1
         ]

@@ -52,7 +52,7 @@ def initialise(
     nothing initialises are refused unless `needed`, the names of those that the loss depends on, leaves them out.
     """
     held = _Held(model, pieces, device)
-    lacking: dict[str, str] = {}  # and whose
+    lacking: dict[str, str] = {}  # and the class of the module that owns each
     for path, module in model.named_modules():
         fresh = [own for own in _own_tensors(module) if own.tensor.is_meta and not held.has(own.tensor)]
         if fresh:

@@ -71,7 +71,7 @@ def grad_norm(pm: Parallel, norm_type: float = 2.0, *, call: str = "grad_norm") 
 
 
 def _gradients(pm: Parallel) -> Iterator[tuple[str, Tensor]]:
-    """Of this process: norms are of what it holds, and added up once for all."""
+    """The gradients that this process holds: norms are of these, and added up once for all."""
     for name, parameter in pm.named_parameters():
         gradient = plain_gradient(parameter)
         if gradient is not None and gradient.numel():

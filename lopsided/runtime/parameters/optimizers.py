@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from lopsided.runtime.parameters.host_state import (
 from lopsided.runtime.parameters.piece_tensors import step_begins, step_ends
 from lopsided.runtime.parameters.pieces import Piece
 
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
+
 _TOLERANCE = 1e-6
 _SCALES = (1.0, 30.0, 0.03, 1.0)
 """Of the gradients in the experiment, one a step: what is clipped or adapted shows at some of them."""
@@ -43,32 +46,15 @@ class NotElementwiseWarning(UserWarning):
     """An optimizer that looks at whole parameters holds some that are stored in pieces."""
 
 
-class _Process(Protocol):
-    @property
-    def place(self) -> int: ...
-
-
-class Cut(Protocol):
-    """What is asked of a parallel model: which of its parameters are pieces."""
-
-    @property
-    def world(self) -> _Process: ...
-    @property
-    def pieces(self) -> Mapping[str, Piece]: ...
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def before_step(self, optimizer: Optimizer) -> None: ...
-    def after_step(self, optimizer: Optimizer) -> None: ...
-
-
 # The watch
 
-_models: weakref.WeakSet[Cut] = weakref.WeakSet()
-_holds: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Cut]] = weakref.WeakKeyDictionary()
-_elementwise: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of those that hold pieces
+_models: weakref.WeakSet[Parallel] = weakref.WeakSet()
+_holds: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Parallel]] = weakref.WeakKeyDictionary()
+_elementwise: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that hold pieces and are
 _watching = False
 
 
-def watch_optimizers(pm: Cut) -> None:
+def watch_optimizers(pm: Parallel) -> None:
     """From now on every optimizer is checked at its first step with parameters of this model, which is told of each
     step."""
     global _watching
@@ -140,12 +126,30 @@ def _tell(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         pm.after_step(optimizer)
 
 
+def settings_of(optimizers: Iterable[Optimizer]) -> str:
+    """What ranks must have set alike: learning rates and all other numbers of every group."""
+    return "; ".join(
+        f"{type(optimizer).__name__} "
+        + ", ".join(" ".join(f"{key}={group[key]}" for key in group if _is_number(group[key])) for group in groups)
+        for optimizer in optimizers
+        for groups in (optimizer.param_groups,)
+    )
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_number, value))
+    # To look at a tensor on a GPU would wait for it.
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain or (isinstance(value, Tensor) and value.is_cpu and value.dim() == 0)
+
+
 def _is_in_pieces(piece: Piece | None) -> bool:
     """A cut that leaves everything to one device is none."""
     return piece is not None and piece.is_cut and max(piece.counts) < sum(piece.counts)
 
 
-def _check_with(optimizer: Optimizer, pm: Cut, cut: Mapping[int, str]) -> None:
+def _check_with(optimizer: Optimizer, pm: Parallel, cut: Mapping[int, str]) -> None:
     groups = [group for group in optimizer.param_groups if any(id(p) in cut for p in group["params"])]
     if not groups:
         return
@@ -237,8 +241,16 @@ def _trained(
     parameter = nn.Parameter(start.clone())
     optimizer = _made(kind, defaults, options, [parameter])
     for gradient in gradients:
-        parameter.grad = gradient.clone()
-        optimizer.step()
+
+        def closure(gradient: Tensor = gradient) -> Tensor:
+            parameter.grad = gradient.clone()
+            return (parameter.detach() * gradient).sum()
+
+        closure()
+        try:
+            optimizer.step()
+        except TypeError:  # some must have a closure
+            optimizer.step(closure)  # type: ignore[arg-type]
     return parameter.detach()
 
 

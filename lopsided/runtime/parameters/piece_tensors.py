@@ -16,9 +16,10 @@ So `torch.nn.utils.clip_grad_norm_(pm.parameters(), 1.0)` and norms made by hand
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils as foreach_module
 
+from lopsided.comm.communicator import Communicator
 from lopsided.errors import TrainingError
 from lopsided.runtime.parameters.pieces import Piece
 
@@ -34,28 +36,31 @@ Arguments = Sequence[Any]
 Keywords = Mapping[str, Any]
 
 
-class _Waits(Protocol):
-    def wait(self) -> Tensor: ...
-
-
-class CanReduce(Protocol):
-    """A communicator, as far as it is needed here."""
-
-    def all_reduce(self, flat: Tensor, *, what: str = ...) -> _Waits: ...
-    def maximum(self, flat: Tensor, *, what: str = ...) -> _Waits: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Of:
     """What a tensor is a piece of."""
 
     name: str
-    communicator: CanReduce
+    communicator: Communicator
     together: Callable[[str], None]  # all processes that hold pieces are about to make this call
     count: int  # elements of the whole
     cut: int  # the dim that is cut, while the tensor has the shape of the piece
     local_shape: tuple[int, ...]
     mixed: bool = False  # joined with tensors that all processes hold: no element would count once
+
+
+class PieceWarning(UserWarning):
+    """A piece is written to a file as if it were the whole."""
+
+
+def _tell_of_a_part(of: Of) -> None:
+    warnings.warn(
+        f"what is pickled is this process's piece of {of.name}, {list(of.local_shape)}, and not the whole. "
+        "torch.save(lopsided.full_state_dict(pm), path) writes whole tensors, and lopsided.save_checkpoint whatever a "
+        "run needs to go on; every rank calls them",
+        PieceWarning,
+        stacklevel=3,
+    )
 
 
 class PieceTensor(Tensor):
@@ -72,6 +77,7 @@ class PieceTensor(Tensor):
         return repr(plain(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _tell_of_a_part(self.of)
         return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceTensor:
@@ -91,6 +97,7 @@ class PieceParameter(nn.Parameter):
         return f"Parameter containing:\n{plain(self)!r}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _tell_of_a_part(self.of)
         return nn.Parameter(plain(self).detach(), self.requires_grad).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:
@@ -107,7 +114,7 @@ foreach_module._foreach_supported_types += [*_TYPES]  # type: ignore[list-item]
 
 
 def piece_parameter(
-    piece: Piece, local: Tensor, communicator: CanReduce | None, together: Callable[[str], None]
+    piece: Piece, local: Tensor, communicator: Communicator | None, together: Callable[[str], None]
 ) -> nn.Parameter:
     """A parameter of this process's values; one that knows what it is a piece of, if others hold pieces too."""
     if communicator is None or not piece.is_cut or len(piece.counts) == 1:
@@ -328,13 +335,14 @@ class _Everywhere(torch.autograd.Function):
 
 
 def _added_up(numbers: Tensor, of: Of, what: str) -> Tensor:
-    """In double precision, whatever they are."""
+    """The sum over all processes, in double precision whatever they are."""
     found: Tensor = _Everywhere.apply(numbers.double().reshape(-1), of, what)  # type: ignore[no-untyped-call]
     return found.view(numbers.shape)
 
 
 def _largest(numbers: Tensor, of: Of, what: str) -> Tensor:
-    """In double precision. A maximum over processes may lose what is not a number: that travels beside it."""
+    """The largest over all processes, in double precision. A maximum over processes may lose what is not a number: that
+    travels beside it."""
     of.together(what)
     mine = numbers.detach().double().reshape(-1)
     sent = torch.cat([mine.masked_fill(mine.isnan(), -math.inf), mine.isnan().double()])
@@ -343,7 +351,7 @@ def _largest(numbers: Tensor, of: Of, what: str) -> Tensor:
 
 
 def _sum(local: Tensor, of: Of, name: str, args: Arguments, kwargs: Keywords) -> Tensor:
-    found = local.sum(dtype=kwargs.get("dtype"))
+    found = getattr(local, name)(dtype=kwargs.get("dtype"))
     return _added_up(found, of, name).to(found.dtype)
 
 

@@ -15,39 +15,26 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lopsided.comm.communicator import Communicator
-from lopsided.comm.world import World, odd_ones, these
+from lopsided.comm.world import odd_ones, these
 from lopsided.errors import WorldError
-from lopsided.runtime.parameters.pieces import Piece
+from lopsided.runtime.parameters.coded_state import Coded
+
+if TYPE_CHECKING:
+    from lopsided.runtime.parallel import Parallel
 
 _CHUNK_BYTES = 8 * 2**18
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio's bits
 _MIX = -4658895280553007687  # 0xBF58476D1CE4E5B9, of splitmix64
-
-
-class Replicated(Protocol):
-    """What is needed of a parallel module."""
-
-    @property
-    def world(self) -> World: ...
-    @property
-    def communicator(self) -> Communicator | None: ...
-    @property
-    def pieces(self) -> Mapping[str, Piece]: ...
-    def named_parameters(
-        self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...
-    ) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
-    def named_buffers(
-        self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...
-    ) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +116,7 @@ def _weights(device: torch.device) -> Tensor:
 # Comparing and repairing
 
 
-def compare_replicas(pm: Replicated, optimizer: torch.optim.Optimizer | None = None) -> tuple[Drift, ...]:
+def compare_replicas(pm: Parallel, optimizer: torch.optim.Optimizer | None = None) -> tuple[Drift, ...]:
     """What differs among parameters that every device holds whole, their optimizer's state, and buffers.
 
     All ranks call it, and get the same answer; a bystander, which holds nothing, gets none.
@@ -158,7 +145,7 @@ def compare_replicas(pm: Replicated, optimizer: torch.optim.Optimizer | None = N
     return tuple(drifts)
 
 
-def repair(pm: Replicated, drifts: Sequence[Drift], optimizer: torch.optim.Optimizer | None = None) -> None:
+def repair(pm: Parallel, drifts: Sequence[Drift], optimizer: torch.optim.Optimizer | None = None) -> None:
     """Give every rank what the first one has, in place. All ranks call it, with the same drifts."""
     communicator = pm.communicator
     if communicator is None or not drifts:
@@ -169,7 +156,7 @@ def repair(pm: Replicated, drifts: Sequence[Drift], optimizer: torch.optim.Optim
             part.copy_(first)
 
 
-def check(pm: Replicated, optimizer: torch.optim.Optimizer | None = None, *, mend: bool = True) -> tuple[Drift, ...]:
+def check(pm: Parallel, optimizer: torch.optim.Optimizer | None = None, *, mend: bool = True) -> tuple[Drift, ...]:
     """Compare; if something differs, warn (on the first rank) and repair it."""
     drifts = compare_replicas(pm, optimizer)
     if drifts:
@@ -187,7 +174,7 @@ def _told(drifts: Sequence[Drift], mend: bool, first: int) -> str:
     return f"{len(drifts)} replicas had drifted apart, {done}: {', '.join(map(str, worst))}{more}"
 
 
-def _replicas(pm: Replicated, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def _replicas(pm: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """What should be equal everywhere, by name, in an order that is the same on every rank.
 
     As `.data`: a repair between the forward and the backward pass must not look like a change of what was saved.
@@ -200,11 +187,21 @@ def _replicas(pm: Replicated, optimizer: torch.optim.Optimizer | None) -> dict[s
         for name, parameter in whole.items():
             state = optimizer.state.get(parameter, {})
             tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            held |= {f"{name} ({key})": tensors[key].data for key in sorted(tensors)}
+            for key in sorted(tensors):
+                held |= {f"{name} ({what}{key})": part for what, part in _kept_as(tensors[key]).items()}
     return held
 
 
-def _check_names(pm: Replicated, communicator: Communicator, names: Sequence[str]) -> None:
+def _kept_as(state: Tensor) -> dict[str, Tensor]:
+    """The tensors that hold it: what is kept in few bits is a tensor by its looks alone."""
+    if isinstance(state, Coded):
+        return {"codes of ": state.codes, "scales of ": state.scales}
+    if is_traceable_wrapper_subclass(state):
+        return {f"{name} of ": getattr(state, name) for name in state.__tensor_flatten__()[0]}
+    return {"": state.data}
+
+
+def _check_names(pm: Parallel, communicator: Communicator, names: Sequence[str]) -> None:
     """Ranks that have other tensors than others cannot be compared, and would wait for each other."""
     said = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
     mine = torch.tensor([said, len(names)], device=pm.world.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -213,6 +214,30 @@ def twice_differentiated() -> str:
     return ""
 
 
+def gradients_asked_for(how: str) -> tuple[str, float]:
+    """With respect to parameters they would be nothing; with respect to inputs they leave parameters alone."""
+    alone, pm = both(Classifier, (tokens_of(), target_of()), how, loss_fn=F.cross_entropy)
+    told = ""
+    try:
+        torch.autograd.grad(pm(tokens_of(), target_of()), [*pm.parameters()])
+    except lopsided.LopsidedError as error:
+        told = str(error)
+    for k in range(2):
+        pm(tokens_of(k), target_of(k)).backward()
+        F.cross_entropy(alone(tokens_of(k)), target_of(k)).backward()
+    return told, gap(pm, alone)
+
+
+@pytest.mark.parametrize("how", ["dp", "zero"])
+def test_gradients_with_respect_to_parameters_are_asked_for(
+    worker_pools: Callable[[int], WorkerPool], how: str
+) -> None:
+    for told, worst in worker_pools(3).run(gradients_asked_for, how):
+        assert "torch.autograd.grad is asked for the gradient of" in told
+        assert "loss.backward()" in told
+        assert worst < 1e-9
+
+
 def test_second_derivatives_are_refused(worker_pools: Callable[[int], WorkerPool]) -> None:
     assert all("create_graph=True" in text for text in worker_pools(3).run(twice_differentiated))
 
@@ -352,6 +377,14 @@ def usual_loop_beside_an_idle_device() -> tuple[float, int]:
             optimizer.zero_grad()
             losses.append(loss.detach())
         worst.append(far(*losses))
+    output, told = pm(tokens_of()), ""
+    pm.loss_fn(output, target_of())
+    try:
+        output.argmax(1)
+    except lopsided.LopsidedError as error:
+        told = str(error)
+    assert ("leaves this rank's device idle" in told) == (pm.world.place < 0)
+    worst.append(far(lopsided.gather(output), alone(tokens_of())))
     pm.eval()
     with torch.no_grad():
         for (x, y), (own_x, own_y) in zip(whole, lopsided.shard(whole, pm), strict=True):
@@ -598,6 +631,21 @@ def test_whatever_the_loss_depends_on_may_change(worker_pools: Callable[[int], W
         assert [which for which, worst in found.items() if worst > 1e-9] == []
 
 
+def hooked_later() -> str:
+    _, pm = both(Classifier, (tokens_of(), target_of()), loss_fn=F.cross_entropy)
+    pm(tokens_of(), target_of())
+    pm.up.register_full_backward_hook(lambda module, inside, outside: None)
+    try:
+        pm(tokens_of(), target_of())
+    except lopsided.LopsidedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_hook_that_comes_later_is_refused(worker_pools: Callable[[int], WorkerPool]) -> None:
+    assert all("module up has a backward hook" in text for text in worker_pools(3).run(hooked_later))
+
+
 class Gain:
     def __init__(self, gain: float) -> None:
         self.gain = gain
@@ -674,7 +722,12 @@ def gradient_of_input(how: str) -> float:
     alone, pm = both(Behind, (front(x).detach(), target_of()), how)
     losses = []
     for model, ahead in zip((alone, pm), fronts, strict=True):
-        loss = model(ahead(x), target_of())
+        # An attack first: parameters have no part of its gradient.
+        at = x.clone().requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (slope,) = torch.autograd.grad(model(ahead(at), target_of()), at)
+        loss = model(ahead(x + 0.1 * slope), target_of())
         loss.backward()
         losses.append(loss.detach())
     return max(far(*losses), gap(pm, alone), far(fronts[0].weight.grad, fronts[1].weight.grad))

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lopsided
 from lopsided.capturing.capture_graph import capture
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.errors import BatchError, PlanError
+from lopsided.ir.placement import I, S, Shares
 from lopsided.models.by_name import load
+from lopsided.ops.derive import derive_rules
 from lopsided.planner.planner import plan_graph
-from lopsided.planner.same_storage import plan_for_shapes, step_on
+from lopsided.planner.same_storage import StoredProgram, plan_for_shapes, step_on, stored_program
 from lopsided.runtime.calls.shapes import _fewest_filled, at_length, lengths_of
-from tests.support.jobs import cluster_of
+from lopsided.schedule.lower import lower
+from lopsided.verification.verifier import random_program
+from tests.support.jobs import cluster_of, plan_of
 
 SPEC = "gpt2:layers=1,width=16,heads=2,vocab=31,dropout=0,batch=6,seq={}"
 
@@ -88,10 +93,48 @@ def trained() -> tuple[list[float], list[float], int]:
     batches = [{"input_ids": text, "labels": text} for text in texts]
     pm = lopsided.parallelize(model, batches[-1], cluster=cluster_of(3), batches=batches)
     losses = [float(pm(**batch)) for batch in lopsided.shard(batches, pm, pad={"input_ids": 0, "labels": -100})]
-    return losses, [float(alone(**batch)) for batch in batches], len(pm._programs._calls)
+    made = [program for programs in pm._programs._calls.values() for program in programs]
+    for one in made:
+        # What was predicted for a length is what runs: the program, the size of buckets, what is gathered again.
+        planned = StoredProgram(pm.plan.program, pm.plan.decisions)
+        chosen = planned if one.program == planned.program else stored_program(one.program.graph, pm.plan)
+        assert one.executor.schedule == lower(chosen.program, chosen.decisions)
+    return losses, [float(alone(**batch)) for batch in batches], len(made)
 
 
 def test_every_length_has_one_devices_loss_and_programs_are_few(worker_pools: Callable[[int], WorkerPool]) -> None:
     for losses, expected, programs in worker_pools(3).run(trained):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert programs == 5
+
+
+class Two(nn.Module):
+    """Two inputs that need not be cut alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.one(x).square().sum() + self.other(y).square().sum()
+
+
+def losses_of_short_batches() -> tuple[list[float], list[float]]:
+    """On processes, where x is cut in rows and y is whole everywhere, and on one device."""
+    torch.manual_seed(0)
+    model, alone = Two(), Two()
+    alone.load_state_dict(model.state_dict())
+    whole = {name: torch.randn(7, 3) for name in ("x", "y")}
+    batches = [{name: part[rows] for name, part in whole.items()} for rows in (slice(6), slice(6, 7), slice(2))]
+    book = derive_rules(capture(model, batches[0]))
+    drawn = (random_program(book, random.Random(seed)) for seed in itertools.count())
+    program = next(one for one in drawn if (dict(one.leaves)["x"], dict(one.leaves)["y"]) == (S(0), I))
+    pm = lopsided.parallelize(model, batches[0], plan_of(program, Shares((0.5, 0.3, 0.2))), quiet=True)
+    return [float(pm(**one)) for one in lopsided.shard(batches, pm)], [float(alone(**one)) for one in batches]
+
+
+def test_a_batch_of_one_row_that_all_have_whole_is_not_one_processs_rows(
+    worker_pools: Callable[[int], WorkerPool],
+) -> None:
+    for losses, expected in worker_pools(3).run(losses_of_short_batches):
+        assert losses == pytest.approx(expected, rel=1e-5)

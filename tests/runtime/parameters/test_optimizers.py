@@ -78,7 +78,7 @@ def parameters() -> list[nn.Parameter]:
         (lambda ps: torch.optim.Muon(ps[:1]), False),
         (Lamb, False),
         (lambda ps: Lamb(ps, lr=0.0), False),
-        (torch.optim.LBFGS, None),
+        (torch.optim.LBFGS, False),  # which must have a closure
         (torch.optim.SparseAdam, None),
         (lambda ps: Stranger(ps, lambda: 0.1), None),
     ],
