@@ -658,7 +658,7 @@ def _goals(
         ),
         (f"noise of 10 % in {noise['steps']} steps changes nothing", str(noise["changes"]), noise["changes"] == 0),
         (
-            f"memory after a soak of {faults['soak']['steps']:,} steps as before, to 2 %",
+            f"memory after a soak of {soak['steps']:,} steps as before, to 2 %",
             f"{growth:+.1%}",
             growth <= 0.02,
         ),
