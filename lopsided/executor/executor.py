@@ -132,7 +132,7 @@ class Executor:
 def _inside(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
     for one in instructions:
         yield one
-        if isinstance(one, Region):
+        if isinstance(one, Region | Offloaded):
             yield from _inside(one.inside)
 
 

@@ -206,8 +206,8 @@ class _Lowering:
         yield from (item for one in reversed(inside) for item in self._run_back(one.step))
 
     def _is_local(self, item: Redistribute) -> bool:
-        """It sends nothing, forward or backward."""
-        return item.transfer is None and not any(True for _ in self._transpose(item))
+        """It sends nothing, forward or backward, that anybody waits for: a gradient in a bucket travels behind."""
+        return item.transfer is None and all(back.bucket for back in self._transpose(item))
 
     def _run_together(self, group: Sequence[_Lowered]) -> Iterator[Compute | Exchange | Redistribute | Stretch]:
         if len(group) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import ByHand, Forward, LanguageModel, assert_captured, example, refused
@@ -355,6 +357,27 @@ def test_a_refusal_leaves_nothing_on_the_streams(capfd: pytest.CaptureFixture[st
     refused(DependsOnData("branch"), {"x": example()})
     refused(ByHand(lambda m, x: m.parts[0](x).sum(), nn.BatchNorm1d(6, momentum=None)), {"x": example()})
     assert capfd.readouterr() == ("", "")
+
+
+class Noting(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_a_batch_of_another_shape_is_refused_without_torchs_own_log() -> None:
+    log, noting = logging.getLogger("torch._subclasses.fake_tensor"), Noting()
+    with FakeTensorMode(allow_non_fake_inputs=True):  # as a step of a new shape is captured
+        given = torch.empty(4, 9)
+    log.addHandler(noting)
+    try:
+        assert "does not run on this batch" in refused(ByHand(lambda m, x: m.lin(x).sum()), {"x": given}).what
+    finally:
+        log.removeHandler(noting)
+    assert noting.records == []
 
 
 def test_hooks_are_refused() -> None:

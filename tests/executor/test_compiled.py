@@ -30,6 +30,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.baselines import data_parallel
 from lopsided.runtime.parallel import Parallel
 from tests.support.jobs import at_random, classic, cluster_of, plan_of, prices_of, step
+from tests.support.traced_only import traced_only
 
 SMALL = "llama:layers=2,width=24,heads=2,kv_heads=1,ffn=28,seq=6,vocab=31,batch=5"
 
@@ -267,11 +268,9 @@ def test_what_another_process_compiled_is_found_on_disk_and_who_compiles_is_at_w
     assert reason.startswith("rank 1 is at step 1: compiling ")
 
 
-def test_the_first_step_tells_how_much_it_compiles(
-    functions: dict[object, object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_step_tells_how_much_it_compiles(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = load(SMALL)
-    with caplog.at_level(logging.INFO, logger="lopsided"):
+    with caplog.at_level(logging.INFO, logger="lopsided"), traced_only() as functions:
         pm = lopsided.parallelize(model, batch, cluster=cluster_of(1), check_capture=False, compile=True)
         for _ in range(2):
             pm(**batch).backward()

@@ -168,9 +168,9 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     saving = lopsided.Checkpoints.step
     def step(self):
         saving(self)
-        if self._pm.steps_done == 4:
+        if self._run.pm.steps_done == 4:
             self._in_memory.save()
-            finish_last(accord_of(self._pm))
+            finish_last(accord_of(self._run.pm))
             if dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
     lopsided.Checkpoints.step = step
@@ -186,7 +186,7 @@ def test_a_process_that_is_killed_is_started_again_and_goes_on_from_memory(plan:
     assert run.returncode == 0, said
     for rank in range(3):
         losses, began = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert began == 4
+        assert began == 4, said
         assert losses == pytest.approx(alone()[began:], rel=1e-5)
     # What was in memory is gone with the agent.
     assert not list(memory_folder.MEMORY.glob(f"lopsided-{os.getuid()}/*-{run.pid}-*"))

@@ -66,6 +66,19 @@ def test_inside_of_a_stretch_nothing_is_sent_taken_or_given() -> None:
             assert not [item for item in between if isinstance(item, Redistribute | Exchange)]
 
 
+def test_gradients_that_travel_in_buckets_end_no_stretch() -> None:
+    """In data parallelism every parameter's gradient is sent; layers are functions all the same."""
+    book = book_of(zoo.SMALL["gpt2"])
+    program = data_parallel(book, prices_of(book.graph, SHARES))
+    schedule = lower(program, Decisions(stretch=24))
+    check_schedule(schedule)
+    inside = [schedule.steps[name].node for nodes in stretches_of(schedule) for name in nodes]
+    parameters = {leaf.value.name for leaf in book.graph.parameters}
+    with_one = [node for node in book.graph.nodes if parameters.intersection(node.operands)]
+    assert sum(node in inside for node in with_one) > len(with_one) / 2
+    assert max(map(len, stretches_of(schedule))) > 12
+
+
 def test_layers_that_repeat_are_cut_alike() -> None:
     model, batch = load("llama:layers=8,width=48,heads=6,kv_heads=3,ffn=56,seq=10,vocab=61,batch=5")
     program = one_device(capture(model, batch))

@@ -21,8 +21,9 @@ import math
 import secrets
 import shutil
 import socket
+import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -57,6 +58,7 @@ from lopsided.runtime.control_plane import ControlPlane, accord_of
 PART_OF_TIME = 0.02
 """How much of the time training may wait for these checkpoints."""
 
+_LATEST = 5  # checkpoints, whose median wait is the next one's: one that fell into a busy moment puts off none
 _MOST_STEPS = 100_000
 # A copy is sent in parts of 64 MiB, which is how much a rank holds of one that comes.
 _SENT_BYTES = 2**26
@@ -116,7 +118,8 @@ class InMemory:
             accord.warn("keep_copies=%d, and the nodes to keep copies on are %d", keep_copies, len(names) - 1)
         self._off = False
         self._since, self._after, self._looked_s = 0, 1, _now_s()
-        self._waits_s = self._behind_s = 0.0
+        self._waits_s: deque[float] = deque(maxlen=_LATEST)
+        self._behind_s, self._is_first = 0.0, True
         self._last: Saving | None = None
 
     # Saving
@@ -128,7 +131,8 @@ class InMemory:
             return
         accord, now_s = accord_of(self._run.pm), _now_s()
         idle = accord.saving is None or accord.saving.done
-        after = steps_between(self._waits_s, self._behind_s, (now_s - self._looked_s) / self._since)
+        waits_s = statistics.median_low(self._waits_s) if self._waits_s else 0.0
+        after = steps_between(waits_s, self._behind_s, (now_s - self._looked_s) / self._since)
         # The clocks differ, and the threads that write: the first rank's count.
         idle, self._after = accord.first(lambda: (idle, after))
         self._since, self._looked_s = 0, now_s
@@ -170,7 +174,10 @@ class InMemory:
         self._last = Saving(path, lambda: self._written(alone, alike, training, accord))
         self._last.start()
         accord.saving = self._last
-        self._waits_s = _now_s() - began_s
+        # The first takes longer than those to come, and is no measure of them.
+        if not self._is_first:
+            self._waits_s.append(_now_s() - began_s)
+        self._is_first = False
 
     def _is_short(self, told: Sequence[tuple[int, int, int]]) -> bool:
         """Whether some node has no room: for this checkpoint in its folder, beside the one before, and once more, as it
