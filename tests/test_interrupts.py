@@ -64,7 +64,7 @@ def test_a_run_ends_with_scripts_that_would_go_on(how: list[str], tmp_path: Path
     (tmp_path / "train.py").write_text(STUBBORN)
     started = lambda: list(tmp_path.glob("*.started"))  # noqa: E731
     status, said = interrupted(tmp_path, ["run", *how, "plan.json", "train.py"], lambda _: len(started()) == 3)
-    assert status == 130
+    assert status == 130, said
     assert "interrupted" in said
     assert "Traceback" not in said
     for mark in started():

@@ -84,7 +84,7 @@ COEFFICIENTS = (
         *(KIND, "host_bytes_per_s", "B/s", 0.0, 1e18, 0.0, 12e9),
         "how fast bytes go between a device and pinned memory of its host; 0 where it has none but its own",
         ("profiling/links",),
-        ("schedule/cost", "schedule/host_state"),
+        ("schedule/cost", "schedule/host_state", "schedule/offload"),
     ),
     Coefficient(
         *(KIND, "memory_reserve", "part", 0.0, 0.99, 0.08, 0.12),

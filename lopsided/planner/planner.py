@@ -213,7 +213,7 @@ def _collecting_rarely() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Searched:
     """What came of a search: the best candidate, and all that is needed to make plans of the best."""
 
@@ -222,6 +222,7 @@ class _Searched:
     pool: CandidatePool
     classics: tuple[Candidate, ...]
     parts: tuple[PartSearch, ...]
+    each_is_worth: Worth | None = None  # once devices were taken away
 
     @property
     def fits(self) -> bool:
@@ -267,6 +268,17 @@ class _Searched:
         except KeyboardInterrupt:
             pool.interrupted = True
 
+    @_collecting_rarely()
+    def rest_devices(self) -> None:
+        """The best is looked for without each of the devices, too."""
+        self.pool.frees, self.pool.known_s = True, math.inf
+        if self.each_is_worth is None and self.fits and not self.is_broken_off:
+            try:
+                self.each_is_worth = worth(self.pool, self.cluster)
+            except KeyboardInterrupt:
+                # The best so far is an answer; what each device is worth is not known then.
+                self.pool.interrupted = True
+
     @property
     def baselines(self) -> tuple[Baseline, ...]:
         """What the classics would take."""
@@ -276,14 +288,8 @@ class _Searched:
     def plans(self, most: int) -> tuple[Plan, ...]:
         """The best plan, and the best of other sorts, so many in all at the most."""
         pool, cluster = self.pool, self.cluster
-        each_is_worth: Worth = {}, {}
-        pool.frees, pool.known_s = True, math.inf
-        if self.fits and not self.is_broken_off:
-            try:
-                each_is_worth = worth(pool, cluster)
-            except KeyboardInterrupt:
-                # The best so far is an answer; what each device is worth is not known then.
-                pool.interrupted = True
+        self.rest_devices()
+        each_is_worth: Worth = self.each_is_worth or ({}, {})
         classics = [*self.classics, *pool.classic_on_part(cluster)]
         best = pool.chosen
         rivals = pool.rivals((cluster, best.on), most - 1) if most > 1 and not pool.interrupted else []

@@ -87,6 +87,9 @@ class Searched(Protocol):
     def free(self) -> None:
         """Make fit what does not."""
 
+    def rest_devices(self) -> None:
+        """Look for something better without some of the devices."""
+
     def plans(self, most: int) -> tuple[Plan, ...]:
         """The best, the quickest first; refused, in words, where nothing fits."""
 
@@ -154,7 +157,20 @@ class _Trial:
             # The fewer rounds, the less overhead, and the more is to be freed.
             if at_once.least_s >= self._step_s * _GAIN or not (self._try(self.counts[k])[0] or self.refused):
                 break
+        self._rest_devices()
         return self.chosen
+
+    def _rest_devices(self) -> None:
+        """With fewer devices other numbers of rounds may be best. What is chosen is tried so anyway."""
+        if self.chosen is None:
+            return
+        before = self.chosen
+        before.rest_devices()
+        for made in self.made.values():
+            if made is not before and made.fits and made.least_s < self._step_s * _GAIN and not made.is_broken_off:
+                made.rest_devices()
+                if made.step_s < self._step_s * BETTER:
+                    self.chosen = made
 
     @property
     def _step_s(self) -> float:

@@ -32,6 +32,7 @@ _log = logging.getLogger("lopsided")
 
 _LATER = ("torch.export._trace",)  # what torch imports when it first captures a model, which takes half a second
 _LOOPBACK = "127.0.0.1"
+_LONGEST_FOLDER = 70  # bytes; the path of a socket has 104 at the most, of which its name takes 32
 _FIRST_SIGNAL = "SIGTERM"  # by which torchrun ends the others
 
 
@@ -81,6 +82,8 @@ def _fork_scripts(given: Namespace) -> None:
     forkserver.set_forkserver_preload([*PRELOAD, *_LATER])
     # Of the server's socket. It is removed by its maker at the very end: not in a folder that is removed before.
     folder, tempfile.tempdir = tempfile.tempdir, None
+    if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
+        tempfile.tempdir = "/tmp"
     interrupts.folders.add(util.get_temp_dir())
     tempfile.tempdir = folder
     # Who removes what an interrupt leaves need not tell.

@@ -285,7 +285,7 @@ def test_the_first_step_tells_how_much_it_compiles(caplog: pytest.LogCaptureFixt
 def test_what_does_not_compile_runs_as_before_and_says_so(
     functions: dict[object, object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*args: object) -> None:
+    def broken(*args: object, **options: object) -> None:
         raise RuntimeError("no such kernel\nand more")
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
