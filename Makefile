@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 NEWEST := .venv-newest
 PIP    := -m pip install --quiet --disable-pip-version-check
-PYTEST := -m pytest --numprocesses 3 --dist worksteal
+PYTEST := -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: demo test test-all test-newest newest constraints check format bench proof figures docs clean
 
