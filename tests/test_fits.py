@@ -51,7 +51,7 @@ def tight(state: random.Random) -> Cluster:
     return clusters.cluster(*made, link=Link(1e-6, 10 ** state.uniform(7.5, 9.5)))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_plan_is_as_good_as_the_best_by_hand(seed: int) -> None:
     """And where nobody would have one by hand, there may still be one."""

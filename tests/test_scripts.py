@@ -19,7 +19,7 @@ from scripts import run  # noqa: E402
 MOST_LINES = {"nanogpt": 5, "mingpt": 5, "mnist": 5, "imagenet": 5}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", run.SCRIPTS)
 def test_losses_are_those_of_one_device(worker_pools: Callable[[int], WorkerPool], name: str) -> None:
     found = run.compare(name, "float64", 4, worker_pools(1), worker_pools(run.PROCESSES))

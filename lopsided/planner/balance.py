@@ -165,9 +165,9 @@ class _LinearProgram:
 
     def _add_message(self, row: _Row, number: int) -> None:
         message, way = self.load.messages[number], self.ways[number]
-        row.constant += way.seconds(message.size, 0.0) / self.unit_s
+        row.constant += message.seconds(way, 0.0) / self.unit_s
         for cuts, size in message.parts:
-            seconds = way.s_per_largest_byte * size / self.unit_s
+            seconds = message.times * way.s_per_largest_byte * size / self.unit_s
             if not cuts:
                 row.constant += seconds
             elif seconds:

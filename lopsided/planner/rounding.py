@@ -312,7 +312,7 @@ class Rounding:
         weights: dict[int, float] = {}
         for number, hides in load.sent:
             weights[number] = weights.get(number, 0.0) + (exposed if hides else 1.0)
-        self.messages = [(load.messages[number], weight) for number, weight in weights.items()]
+        self.messages = [(load.messages[k], weight * load.messages[k].times) for k, weight in weights.items()]
         self.cuts = sorted(cut for cut in load.cuts() | set(memory.cut) if cut[1])
         self.by_weight = self._by_weight()
         counts = point.counts

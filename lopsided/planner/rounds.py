@@ -28,6 +28,8 @@ from lopsided.schedule.rounds import NoRoundsError, batch_size, in_rounds
 _GAIN = 0.98
 # Where nothing that does not fit takes less than 0.995 of the best step that fits, memory decides nothing.
 _AS_GOOD = 0.995
+# What takes more than 1.1 times the best step is not looked at on fewer devices.
+_CLOSE = 1.1
 
 
 class Asked(Protocol):
@@ -123,8 +125,8 @@ def in_best_rounds(
 
 
 class _Trial:
-    """Numbers of rounds, tried one after the other: the first with which nothing should have to be freed, then more as
-    long as memory is short, then fewer as long as a step could be shorter by that."""
+    """Numbers of rounds, tried one after the other: about half as many as it takes for nothing to be freed, then fewer
+    as long as a step could be shorter by that, or else more as long as memory is short."""
 
     def __init__(
         self, task: _Task, cluster: Cluster, searched: Callable[[_Task, Cluster, float], Searched], at_once: Searched
@@ -135,6 +137,7 @@ class _Trial:
         self.counts = [1, *_counts(task)]
         self.known = {plan.microbatches for plan in task.known}
         self.made = {1: at_once}
+        self.freed: set[int] = set()  # those in which all was made to fit that may lead to something better
         self.refused: NoRoundsError | None = None
         self.chosen: Searched | None = at_once if at_once.fits else None
 
@@ -145,18 +148,24 @@ class _Trial:
         needed = at_once.rounds_to_fit
         first = next((k for k, count in enumerate(self.counts) if count >= max(needed, 2)), len(self.counts) - 1)
         first = len(self.counts) - 1 if not needed else first
-        for k in range(first, len(self.counts)):
-            was_better, made = self._try(self.counts[k])
-            if self.refused or (self.chosen is not None and not was_better) or (made and _has_room(made)):
-                break
-        if self.chosen is not None and not self.refused:
-            self._freed(self.chosen)
-        for count in self.known - {*self.made}:
-            self._try(count)
+        first = max(first - 1, min(first, 1))
+        found = self._try(self.counts[first])[1]
+        fewer_are_better = False
         for k in reversed(range(first)):
             # The fewer rounds, the less overhead, and the more is to be freed.
             if at_once.least_s >= self._step_s * _GAIN or not (self._try(self.counts[k])[0] or self.refused):
                 break
+            fewer_are_better = True
+        for k in range(first + 1, len(self.counts)):
+            if self.refused or fewer_are_better or (found and _has_room(found)):
+                break
+            was_better, found = self._try(self.counts[k])
+            if self.chosen is not None and not was_better:
+                break
+        for count in self.known - {*self.made}:
+            self._try(count)
+        for made in sorted(self.made.values(), key=lambda made: made.least_s) if self.chosen is not None else ():
+            self._freed(made)
         self._rest_devices()
         return self.chosen
 
@@ -167,7 +176,8 @@ class _Trial:
         before = self.chosen
         before.rest_devices()
         for made in self.made.values():
-            if made is not before and made.fits and made.least_s < self._step_s * _GAIN and not made.is_broken_off:
+            is_near = made.fits and made.step_s < _CLOSE * self._step_s and made.least_s < self._step_s * _GAIN
+            if made is not before and is_near and not made.is_broken_off:
                 made.rest_devices()
                 if made.step_s < self._step_s * BETTER:
                     self.chosen = made
@@ -192,7 +202,8 @@ class _Trial:
         return known is not None and self._freed(known), known
 
     def _freed(self, made: Searched) -> bool:
-        if made.least_s < self._step_s * _GAIN and not made.is_broken_off:
+        if id(made) not in self.freed and made.least_s < self._step_s * _GAIN and not made.is_broken_off:
+            self.freed.add(id(made))
             made.free()
         if made.fits and made.step_s < self._step_s * BETTER:
             self.chosen = made

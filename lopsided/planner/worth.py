@@ -18,6 +18,7 @@ from lopsided.planner.candidates import BETTER, Candidate, Learned, memory_limit
 from lopsided.planner.part_search import PartSearch
 from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.recompute import on_every_kind
+from lopsided.planner.rounds import is_freed
 from lopsided.planner.search_cost import NOTHING_HIDDEN
 
 # Devices are taken away in three turns at most: the next begins where one found a better plan.
@@ -94,12 +95,12 @@ class _Without:
 
     def _step_s(self, part: Cluster) -> float:
         """The best that is made there at the prices that led to the best plan, and of its program."""
-        search = PartSearch(self.pool, part, self.learned)
-        made = [
-            search.fitting("without", self.pool.by_speed(part), search.hidden or NOTHING_HIDDEN),
-            self._rebalanced(part),
-        ]
-        if made[-1] is None:
+        made = [self._rebalanced(part)]
+        if made[0] is None or made[0].step_s < _CLOSE * self.best.step_s or not is_freed(self.best):
+            # Where memory is short a search takes long. It is for who may become the best.
+            search = PartSearch(self.pool, part, self.learned)
+            made.append(search.fitting("without", self.pool.by_speed(part), search.hidden or NOTHING_HIDDEN))
+        if made[0] is None:
             made += self.pool.plain_balanced(part)
         return min((one.step_s for one in made if one is not None and one.fits), default=math.inf)
 

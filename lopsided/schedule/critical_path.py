@@ -18,6 +18,9 @@ messages. All it does is add and take maxima, and it remembers what was the maxi
     the step                  max(t), the length of its longest path             `CriticalPath.path`
     bytes on a kind           Σ_holdings bytes · (fraction_k or 1)               `MemoryRows.held`
 
+Of many rounds all but the first and the last are folded into one that takes as long as they do together: every segment
+and message of it counts so many times.
+
 So a step is a convex function of the shares as long as messages keep their ways, and every path is a lower bound.
 Where sending drags on computing or is stretched by it, a walk is an approximation: it charges all of the drag when
 something is sent, and has it under way as if nobody computed. The timeline, which decides, knows better.
@@ -101,6 +104,12 @@ class Segment:
     constants: PerKind
     slopes: tuple[tuple[Cut, PerKind], ...]
 
+    def repeated(self, times: int) -> Segment:
+        if times == 1:
+            return self
+        slopes = tuple((cut, tuple(times * each for each in every)) for cut, every in self.slopes)
+        return Segment(tuple(times * each for each in self.constants), slopes)
+
     def at(self, sizes: Sizes) -> list[float]:
         """Seconds of each kind."""
         seconds = list(self.constants)
@@ -130,10 +139,12 @@ def _joined(parts: Iterable[Segment], kinds: int) -> Segment:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One or more transfers that are sent as one: bytes by what cuts them."""
+    """One or more transfers that are sent as one: bytes by what cuts them. What stands for several rounds is sent so
+    many times."""
 
     collective: str
     parts: tuple[tuple[tuple[Cut, ...], int], ...]
+    times: int = 1
 
     @property
     def size(self) -> int:
@@ -146,17 +157,30 @@ class Message:
     def way(self, network: Network, sizes: Sizes) -> Algorithm:
         return network.best(self.collective, self.size, self.largest(sizes))
 
+    def seconds(self, way: Algorithm, largest: float) -> float:
+        """In all, by this way."""
+        return self.times * way.seconds(self.size, largest)
 
-def _message(transfers: Sequence[Transfer], devices: int) -> Message:
+
+def _message(transfers: Sequence[Transfer], devices: int, times: int) -> Message:
     parts: dict[tuple[Cut, ...], int] = {}
     for transfer in transfers:
         parts[transfer.cuts] = parts.get(transfer.cuts, 0) + transfer.bytes_among(devices)
-    return Message(transfers[0].collective, tuple(sorted(parts.items())))
+    return Message(transfers[0].collective, tuple(sorted(parts.items())), times)
 
 
 _COMPUTE, _BLOCK, _SEND, _MARK, _AWAIT = "compute", "block", "send", "mark", "await"
 _GRADIENTS = -1
 """The mark of the last bucket of gradients; buckets of parameters are numbered from 0."""
+
+
+def _rounds(count: int) -> list[tuple[int, int]]:
+    """The rounds that are folded one by one, and for how many each stands.
+
+    >>> _rounds(3), _rounds(8)
+    ([(0, 1), (1, 1), (2, 1)], [(0, 1), (1, 6), (7, 1)])
+    """
+    return [(0, 1), (1, count - 2), (count - 1, 1)] if count > 2 else [(number, 1) for number in range(count)]
 
 
 class FoldedStep:
@@ -174,9 +198,13 @@ class FoldedStep:
         self._awaited = 0
         self._gathers: dict[str, int] = {}  # numbers of the buckets of parameters that were sent last, by id
         self._gathered = 0  # how many buckets of parameters were sent
-        for forward, backward in priced.schedule.rounds():
-            self._add_pass(forward)
-            self._add_pass(backward)
+        self._times = 1  # what is added counts so often
+        for number, times in _rounds(priced.schedule.decisions.microbatches):
+            if times != self._times:
+                self._flush()
+                self._times = times
+            for items in priced.schedule.round(number):
+                self._add_pass(items)
         self._add(_AWAIT, _GRADIENTS)
         self._running += priced.updates
         self._flush()
@@ -185,9 +213,9 @@ class FoldedStep:
     def _flush(self) -> None:
         if self._running:
             # Calls that are alike have the same prices, not only equal ones: comparing these would take longer.
-            key = tuple((item.cut, id(item.seconds)) for item in self._running)
+            key = (self._times, *((item.cut, id(item.seconds)) for item in self._running))
             if key not in self._runs:
-                joined = _joined(map(_segment, self._running), self.kinds)
+                joined = _joined(map(_segment, self._running), self.kinds).repeated(self._times)
                 self._runs[key] = self._segments.setdefault(joined, len(self._segments))
             self.events.append((_COMPUTE, self._runs[key]))
             self._running = []
@@ -197,12 +225,12 @@ class FoldedStep:
         self.events.append((manner, number))
 
     def _send(self, manner: str, transfers: Sequence[Transfer]) -> None:
-        message = _message(transfers, self._network.cluster.devices)
+        message = _message(transfers, self._network.cluster.devices, self._times)
         self._add(manner, self._messages.setdefault(message, len(self._messages)))
         if manner == _SEND and any(self._slowdowns):
             # In equal pieces: handling bytes takes what it takes, however unequal they are.
             alone_s = self._network.best(message.collective, message.size).seconds(message.size)
-            taken = alone_s * self._network.cluster.comm_slowdown
+            taken = self._times * alone_s * self._network.cluster.comm_slowdown
             segment = Segment(tuple(taken * slowdown for slowdown in self._slowdowns), ())
             self.events.append((_COMPUTE, self._segments.setdefault(segment, len(self._segments))))
 
@@ -287,7 +315,7 @@ class CriticalPath:
     def __init__(self, load: FoldedStep, sizes: Sizes, ways: Sequence[Algorithm]) -> None:
         self.seconds = [segment.at(sizes) for segment in load.segments]
         self.prices = [
-            way.seconds(message.size, message.largest(sizes)) for message, way in zip(load.messages, ways, strict=True)
+            message.seconds(way, message.largest(sizes)) for message, way in zip(load.messages, ways, strict=True)
         ]
         self.times = [0.0] * load.kinds
         self.since: list[tuple[Path | None, int]] = [(None, 0)] * load.kinds  # each clock's last wait

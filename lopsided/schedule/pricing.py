@@ -45,8 +45,8 @@ class PricedStep:
     @cached_property
     def computes(self) -> tuple[Computed, ...]:
         """What is computed in both passes of every round, in order."""
-        ids = (item.id for item in self.schedule.passes * self.schedule.decisions.microbatches)
-        return tuple(self.computed[name] for name in ids if name in self.computed)
+        once = tuple(self.computed[item.id] for item in self.schedule.passes if item.id in self.computed)
+        return once * self.schedule.decisions.microbatches
 
     @cached_property
     def updates(self) -> tuple[Computed, ...]:

@@ -226,12 +226,15 @@ class Schedule:
 
     def rounds(self) -> Iterator[tuple[Sequence[Item], Sequence[Item]]]:
         """The forward and the backward pass of every round."""
-        for number in range(self.decisions.microbatches):
-            forward, backward = (
-                [item for item in items if not isinstance(item, Bucket) or self.is_sent_in(item, number)]
-                for items in (self.forward, self.backward)
-            )
-            yield forward, backward
+        return map(self.round, range(self.decisions.microbatches))
+
+    def round(self, number: int) -> tuple[Sequence[Item], Sequence[Item]]:
+        """One of them, counted from 0. All between the first and the last are alike."""
+        forward, backward = (
+            [item for item in items if not isinstance(item, Bucket) or self.is_sent_in(item, number)]
+            for items in (self.forward, self.backward)
+        )
+        return forward, backward
 
     @property
     def redistributed(self) -> Iterator[Redistribute]:

@@ -48,6 +48,9 @@ from lopsided.schedule.schedule import (
 
 NETWORK = "network"
 
+_AS_LATE = 1e-9
+"""By this part two lanes may be later by different times, and have moved alike."""
+
 _LEAST_LEFT = 0.05
 """The least part of its speed that a device keeps beside what is sent: one that is slowed down for good never ends."""
 
@@ -136,12 +139,26 @@ class Timeline:
 def run(priced: PricedStep, network: Network, scale: Scale, *, events: bool = False) -> Timeline:
     """Simulate one training step."""
     lanes = _Lanes(network, scale, priced.computed, [] if events else None)
-    forward = begun = 0.0
-    for there, back in priced.schedule.rounds():
-        lanes.run(there)
-        forward += max(lanes.now) - begun
-        lanes.run(back)
+    rounds, number, forward = priced.schedule.decisions.microbatches, 0, 0.0
+    before: _State | None = None
+    while number < rounds:
+        there, back = priced.schedule.round(number)
         begun = max(lanes.now)
+        lanes.run(there)
+        between = lanes.now
+        forward += max(between) - begun
+        lanes.run(back)
+        number += 1
+        if not events and 1 < number < rounds - 1:
+            # All rounds that are left but the last are alike.
+            after = lanes.state()
+            if before is not None and (later := before.repeats_in(after)) is not None:
+                left = rounds - 1 - number
+                for times in range(1, left + 1):
+                    forward += max(_later(between, later, times)) - max(_later(before.now, later, times))
+                lanes.repeat(before, later, left)
+                number = rounds - 1
+            before = after
     lanes.wait_for(lanes.last_gradients)
     backward = max(lanes.now) - forward
     computed = lanes.computed
@@ -174,6 +191,37 @@ class _Hiding:
     alone_s: float
     start: float
     end: float
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What the rest of a simulation depends on, and what was added up so far."""
+
+    now: tuple[float, ...]
+    free: float
+    under_way: tuple[tuple[float, float, float], ...]  # of buckets: start, end, and seconds alone
+    sent: tuple[int, float]  # buckets, and seconds of what blocks
+    sums: tuple[float, ...]
+
+    def repeats_in(self, later: _State) -> tuple[float, ...] | None:
+        """By how much every lane is later, if what follows can only be what followed before.
+
+        Either all clocks and all that is under way are later by the same, or each kind computes by itself.
+        """
+        moved = tuple(b - a for a, b in zip(self.now, later.now, strict=True))
+        if self.sent == later.sent and not self.under_way and not later.under_way:
+            return moved
+        most = max(moved)
+        if len(self.under_way) != len(later.under_way):
+            return None
+        both = zip(self.under_way, later.under_way, strict=True)
+        by = [later.free - self.free, *moved, *(b[k] - a[k] for a, b in both for k in (0, 1))]
+        same = all(abs(each - most) <= _AS_LATE * most for each in by)
+        return moved if same and [a[2] for a in self.under_way] == [b[2] for b in later.under_way] else None
+
+
+def _later(clocks: Sequence[float], by: Sequence[float], times: int) -> list[float]:
+    return [now + times * more for now, more in zip(clocks, by, strict=True)]
 
 
 class _Lanes:
@@ -225,6 +273,31 @@ class _Lanes:
             else:
                 self.send(item)
         self.compute(stretch)
+
+    def state(self) -> _State:
+        under_way = tuple((one.start, one.end, one.alone_s) for one in self._under_way())
+        sums = (*self.computed, *self.waiting, *self.exposed, self.blocking, self.hiding)
+        return _State(
+            tuple(self.now), max(self.free, min(self.now)), under_way, (len(self.hiding_ones), self.blocking), sums
+        )
+
+    def _under_way(self) -> Sequence[_Hiding]:
+        """What was sent that somebody still meets."""
+        earliest = min(self.now)
+        first = next((k for k, one in enumerate(self.hiding_ones) if one.end > earliest), len(self.hiding_ones))
+        return self.hiding_ones[first:]
+
+    def repeat(self, before: _State, later: Sequence[float], times: int) -> None:
+        """The last round so many times more, after which every lane is `later` by as much each time."""
+        for one in self._under_way():
+            one.start += times * max(later)
+            one.end += times * max(later)
+        self.free += times * max(later)
+        self.now = _later(self.now, later, times)
+        sums = [b + times * (b - a) for a, b in zip(before.sums, self.state().sums, strict=True)]
+        kinds = len(self.kinds)
+        self.computed, self.waiting, self.exposed = (sums[k * kinds : (k + 1) * kinds] for k in range(3))
+        self.blocking, self.hiding = sums[3 * kinds :]
 
     def compute(self, stretch: Sequence[Computed]) -> None:
         """What is computed without a break, as one; who wants to see each sees it in between."""

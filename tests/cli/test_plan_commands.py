@@ -116,7 +116,13 @@ def test_pins_segments_and_options_reach_the_planner(tmp_path: Path) -> None:
 
 def test_a_large_model_is_planned_without_its_memory() -> None:
     """Seven billion parameters: more than fits here in float32."""
-    done = lopsided("plan", "llama:layers=32,width=4096,seq=128,batch=16", "--cluster", "equal-8", "--json")
+    done = lopsided(
+        "plan",
+        "llama:layers=2,width=16384,heads=64,kv_heads=8,ffn=65536,seq=128,batch=16",
+        "--cluster",
+        "equal-8",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step_s"] > 0
 

@@ -288,7 +288,7 @@ def needed_at_once(schedule: Schedule) -> set[str]:
 CASES = [(model, name, dtypes) for model in zoo.SMALL for name in PROGRAMS for dtypes in ("one", "mixed")]
 
 
-@pytest.mark.sampled(48)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize(("model", "name", "dtypes"), CASES)
 def test_the_collectives_issued_are_those_of_the_schedule(
     model: str, name: str, dtypes: str, worker_pools: Callable[[int], WorkerPool]
@@ -309,7 +309,7 @@ def test_planned_regions_issue_what_the_schedule_says(name: str, worker_pools: C
     assert differences(zoo.SMALL["llama"], f"{name} in blocks", worker_pools(3)) == []
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [*PROGRAMS, "zero-again in blocks", "dp in blocks"])
 @pytest.mark.parametrize("model", ["gpt2", "llama", "t5", "resnet50"])
 def test_stretches_issue_what_the_schedule_says(

@@ -15,17 +15,30 @@ from hypothesis import strategies as st
 
 import lopsided
 from lopsided.cluster.cluster import Cluster, Link
-from lopsided.cluster.collectives import Network
+from lopsided.cluster.collectives import Algorithm, Network
 from lopsided.ir.graph import Graph
 from lopsided.ir.program import RuleBook, parse_program
 from lopsided.models import zoo
 from lopsided.schedule.cost import Affine, Costs, Scale, Transfer, optimizer_named, transfer_s
 from lopsided.schedule.decisions import BUCKET_BYTES
+from lopsided.schedule.pricing import PricedStep
+from lopsided.schedule.schedule import Schedule
 from lopsided.schedule.timeline import NETWORK, Timeline, run
 from lopsided.verification.verifier import random_program, random_shares
 from tests.support import ROOT, clusters
 from tests.support.jobs import book_of
-from tests.support.schedules import ByHand, Flat, Work, lay_out, schedule_of
+from tests.support.schedules import (
+    NAMES,
+    ByHand,
+    Flat,
+    Work,
+    cases,
+    in_rounds,
+    lay_out,
+    per_device,
+    random_point,
+    schedule_of,
+)
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "02_write_a_program.py"))
 NO_TIME = Link(0.0, 1e18)
@@ -316,3 +329,52 @@ def test_every_step_is_between_its_busiest_lane_and_the_sum_of_everything(
     assert timeline.blocking_s == pytest.approx(sent)
     if latency == 0 and speed == 1e18:
         assert timeline.exposed_s == pytest.approx(0, abs=1e-9)
+
+
+# Rounds
+
+
+@given(
+    cases(),
+    st.integers(0, 10**6),
+    st.integers(1, 40),
+    st.booleans(),
+    st.sampled_from([(1.0, 0.0), (1.5, 0.0), (0.8, 0.2), (1.2, 0.3)]),
+)
+def test_rounds_that_repeat_are_not_walked(
+    case: tuple[Cluster, PricedStep, Algorithm], seed: int, count: int, regather: bool, slowed: tuple[float, float]
+) -> None:
+    """Whoever wants the events walks all of them: the step has to be the same."""
+    cluster, once, _ = case
+    kinds = tuple(replace(kind, compute_slowdown=slowed[1]) for kind in cluster.kinds)
+    cluster = replace(cluster, kinds=kinds, comm_slowdown=slowed[0])
+    rng = random.Random(seed)
+    scale = Scale(cluster, per_device(cluster, *(random_point(rng, cluster) for _ in NAMES), names=NAMES))
+    priced = in_rounds(once, count, regather=regather)
+    found, walked = (run(priced, Network(cluster), scale, events=events) for events in (False, True))
+    if slowed == (1.0, 0.0):
+        check(found)
+    for name in ("forward_s", "backward_s", "optimizer_s", "blocking_s", "hiding_s"):
+        assert getattr(found, name) == pytest.approx(getattr(walked, name), rel=1e-7, abs=1e-12), name
+    for lane, other in zip(found.lanes, walked.lanes, strict=True):
+        for name in ("compute_s", "optimizer_s", "waiting_s", "exposed_s"):
+            close = pytest.approx(getattr(other, name), rel=1e-7, abs=1e-7 * walked.step_s)
+            assert getattr(lane, name) == close, name
+
+
+def test_of_many_rounds_a_few_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = [gather("w", 1), compute("a", 1.0, 3.0), gather("v", 2), compute("b", 2.0, 1.0)]
+    once = schedule_of(*ahead, backward=[compute("c", 4.0, 4.0, backward=True)], bucket_bytes=1)
+    walked: list[int] = []
+    real = Schedule.round
+
+    def counted(schedule: Schedule, number: int) -> object:
+        walked.append(number)
+        return real(schedule, number)
+
+    monkeypatch.setattr(Schedule, "round", counted)
+    for count in (10, 10_000):
+        walked.clear()
+        timeline = run(in_rounds(once, count, regather=True), Network(ONE_A_BYTE), Scale(ONE_A_BYTE, (0.5, 0.5)))
+        assert len(walked) < 6
+        assert timeline.step_s > 7.0 * count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -95,6 +95,12 @@ def schedule_of(
         computed[f"update {k}"] = Computed(f"update {k}", one.node, "backward", one.seconds, one.cut)
     program = Program(None, (), (), ())  # type: ignore[arg-type]  # nobody asks for it
     return PricedStep(Schedule(program, decisions, *passes, tuple(updates)), computed)
+
+
+def in_rounds(priced: PricedStep, count: int, *, regather: bool = False) -> PricedStep:
+    """The same, so many times."""
+    decisions = replace(priced.schedule.decisions, microbatches=count, regather=regather)
+    return replace(priced, schedule=replace(priced.schedule, decisions=decisions))
 
 
 def _items(by_hand: Sequence[ByHand], phase: Phase, computed: dict[str, Computed]) -> Iterator[Item]:

@@ -25,7 +25,7 @@ def assert_same(pool: WorkerPool, runs: list[Run]) -> None:
             assert error < 1e-9, f"rank {rank}: {where} is {error:g} off\n{run.program}"
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", SHARES)
 @pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
 def test_a_step_is_that_of_one_device(
@@ -39,7 +39,7 @@ def test_a_step_is_that_of_one_device(
 TRAININGS = ["dp", "planned", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero-again", "random"))]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.parametrize("spec", SMALL.values(), ids=list(SMALL))
 def test_a_training_is_that_of_one_device(
