@@ -118,7 +118,7 @@ def test_a_large_model_is_planned_without_its_memory() -> None:
     """Seven billion parameters: more than fits here in float32."""
     done = lopsided(
         "plan",
-        "llama:layers=2,width=16384,heads=64,kv_heads=8,ffn=65536,seq=128,batch=16",
+        "llama:layers=32,width=4096,seq=128,batch=16",
         "--cluster",
         "equal-8",
         "--json",
@@ -128,7 +128,13 @@ def test_a_large_model_is_planned_without_its_memory() -> None:
 
 
 def test_a_model_that_fits_nowhere_is_refused() -> None:
-    done = lopsided("plan", "llama:layers=32,width=4096,seq=128,batch=16", "--cluster", "3090+3060", "--json")
+    done = lopsided(
+        "plan",
+        "llama:layers=2,width=16384,heads=64,kv_heads=8,ffn=65536,seq=128,batch=16",
+        "--cluster",
+        "3090+3060",
+        "--json",
+    )
     assert done.returncode == 2
     told = json.loads(done.stdout)
     assert told["error"] == "DoesNotFitError"
