@@ -16,12 +16,14 @@ from lopsided.schedule.cost import Scale
 from lopsided.schedule.critical_path import CriticalPath, FoldedStep, FractionalShares, MemoryRows, Path, Sizes
 from lopsided.schedule.memory import Holding, bytes_per_kind
 from lopsided.schedule.pricing import PricedStep
+from lopsided.schedule.schedule import GatherBucket
 from tests.support.schedules import (
     NAMES,
     PADDED,
     ROWS,
     cases,
     cluster_of,
+    in_rounds,
     per_device,
     random_point,
     schedule_of,
@@ -49,6 +51,24 @@ def test_a_walk_takes_as_long_as_the_timeline(case: tuple[Cluster, PricedStep, A
     walk = CriticalPath(load, scale, load.ways(network, scale))
     assert walk.step_s == pytest.approx(timeline.run(schedule, network, scale).step_s, rel=1e-9)
     assert walk.step_s == pytest.approx(length_s(walk.path, load, walk, scale), rel=1e-9)
+
+
+@given(cases(), st.integers(0, 10**6), st.sampled_from((2, 3, 17)), st.booleans())
+def test_many_rounds_are_folded_into_three(
+    case: tuple[Cluster, PricedStep, Algorithm], seed: int, count: int, regather: bool
+) -> None:
+    """As long as nothing is under way from one round to the next, this is as exact as with one."""
+    cluster, once, _ = case
+    rng = random.Random(seed)
+    network, priced = Network(cluster), in_rounds(once, count, regather=regather)
+    shares = per_device(cluster, *(random_point(rng, cluster) for _ in NAMES), names=NAMES)
+    scale, load = Scale(cluster, shares), FoldedStep(priced, network)
+    walk = CriticalPath(load, scale, load.ways(network, scale))
+    assert walk.step_s == pytest.approx(length_s(walk.path, load, walk, scale), rel=1e-9)
+    assert len(load.events) <= 4 * len(FoldedStep(once, network).events)
+    ahead = any(isinstance(item, GatherBucket) and item.hides for item in once.schedule.passes)
+    if count <= 3 or not ahead:
+        assert walk.step_s == pytest.approx(timeline.run(priced, network, scale).step_s, rel=1e-9)
 
 
 def test_equal_layers_are_kept_once() -> None:
