@@ -83,6 +83,10 @@ class _Round:
                 found.append((*(Rerun(nodes[a].name, nodes[b - 1].name, level) for a, b in blocks), *beside))
         return found
 
+    def reruns(self, level: int) -> tuple[Rerun, ...]:
+        """What runs again at a level of the batch at once. A loss of few rows has no chunks in a round."""
+        return self.levels[level % len(self.levels)]
+
     def lowered(self, program: Program, way: _Way) -> Schedule:
         """Once for all clusters on which the program is the same."""
         known = next((kept for one, kept in self._made if one == program), None)
@@ -92,7 +96,7 @@ class _Round:
         key = (way.regather, way.level, way.on_host)
         if key not in known:
             decisions = Decisions(
-                regather=way.regather, reruns=self.levels[way.level], on_host=way.on_host, microbatches=self.count
+                regather=way.regather, reruns=self.reruns(way.level), on_host=way.on_host, microbatches=self.count
             )
             known[key] = lower(program, decisions)
         return known[key]
@@ -228,7 +232,7 @@ class _RoundsOn:
             memory = bytes_per_kind(rounds.held(schedule, self.on.devices), scale)
             if all(used <= limit for used, limit in zip(memory, self.limits, strict=True)):
                 step_s = run(price(schedule, costs), costs.network, scale).step_s
-                return step_s, _told(way, rounds.levels[way.level], count)
+                return step_s, _told(way, rounds.reruns(way.level), count)
         return None
 
 

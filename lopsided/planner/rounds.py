@@ -28,6 +28,8 @@ from lopsided.schedule.rounds import NoRoundsError, batch_size, in_rounds
 _GAIN = 0.98
 # Where nothing that does not fit takes less than 0.995 of the best step that fits, memory decides nothing.
 _AS_GOOD = 0.995
+# Rounds are dear where without want of memory a step takes 1.2 times as long in them.
+_DEAR = 1.2
 # What takes more than 1.1 times the best step is not looked at on fewer devices.
 _CLOSE = 1.1
 
@@ -125,8 +127,8 @@ def in_best_rounds(
 
 
 class _Trial:
-    """Numbers of rounds, tried one after the other: about half as many as it takes for nothing to be freed, then fewer
-    as long as a step could be shorter by that, or else more as long as memory is short."""
+    """Numbers of rounds, tried one after the other: the first with which nothing should have to be freed, then more as
+    long as memory is short, and fewer as long as a step could be shorter by that; these first where rounds are dear."""
 
     def __init__(
         self, task: _Task, cluster: Cluster, searched: Callable[[_Task, Cluster, float], Searched], at_once: Searched
@@ -148,26 +150,36 @@ class _Trial:
         needed = at_once.rounds_to_fit
         first = next((k for k, count in enumerate(self.counts) if count >= max(needed, 2)), len(self.counts) - 1)
         first = len(self.counts) - 1 if not needed else first
-        first = max(first - 1, min(first, 1))
         found = self._try(self.counts[first])[1]
-        fewer_are_better = False
-        for k in reversed(range(first)):
-            # The fewer rounds, the less overhead, and the more is to be freed.
-            if at_once.least_s >= self._step_s * _GAIN or not (self._try(self.counts[k])[0] or self.refused):
-                break
-            fewer_are_better = True
-        for k in range(first + 1, len(self.counts)):
-            if self.refused or fewer_are_better or (found and _has_room(found)):
-                break
-            was_better, found = self._try(self.counts[k])
-            if self.chosen is not None and not was_better:
-                break
+        if found is None or found.least_s < at_once.least_s * _DEAR:
+            self._more(first, found)
+            self._fewer(first)
+        else:
+            self._fewer(first)
+            if found.least_s < self._step_s * _GAIN:
+                self._more(first, found)
         for count in self.known - {*self.made}:
             self._try(count)
         for made in sorted(self.made.values(), key=lambda made: made.least_s) if self.chosen is not None else ():
             self._freed(made)
         self._rest_devices()
         return self.chosen
+
+    def _more(self, first: int, found: Searched | None) -> None:
+        """More rounds than that many, as long as memory is short and each number is better than the one before."""
+        for k in range(first + 1, len(self.counts)):
+            if self.refused or (found is not None and _has_room(found)):
+                break
+            was_better, found = self._try(self.counts[k])
+            if self.chosen is not None and not was_better:
+                break
+
+    def _fewer(self, first: int) -> None:
+        """Fewer rounds: the less overhead, and the more is to be freed."""
+        for k in reversed(range(first)):
+            is_promising = self.made[1].least_s < self._step_s * _GAIN
+            if not is_promising or not (self._try(self.counts[k])[0] or self.refused):
+                break
 
     def _rest_devices(self) -> None:
         """With fewer devices other numbers of rounds may be best. What is chosen is tried so anyway."""
