@@ -580,6 +580,10 @@ class CandidatePool:
         over = [
             max(used - limit, 0.0) for used, limit in zip(candidate.memory, memory_limits(candidate.on), strict=True)
         ]
+        # Nothing runs again: what that sends is not in its price.
+        alone = self._less_kept(candidate, ((), state.freeing(over)))
+        yield alone
+        yield self.again(alone)
         least = self._less_kept(candidate, ((), state.freeing(_beyond(over, tried.cheaper_than(state.byte_s)))))
         if best is None or least.step_s < best.step_s * _NEARLY:
             yield from self._freeing(candidate, tried, state)

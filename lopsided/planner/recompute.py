@@ -96,7 +96,7 @@ class Recomputation:
     """What may run again of a program at some shares, priced."""
 
     def __init__(self, blocks: Sequence[Span], candidate: Candidate, schedule: Schedule, costs: Costs) -> None:
-        self.program, self.blocks = candidate.program, blocks
+        self.program, self.blocks, self.rounds = candidate.program, blocks, schedule.decisions.microbatches
         self.kinds = range(len(candidate.on.kinds))
         # What a byte takes to the memory of the host and back; nobody goes there where parameters are gathered again.
         self.byte_s = {} if candidate.regather else seconds_a_byte(candidate.on)
@@ -180,10 +180,12 @@ class Recomputation:
         return tuple(total)
 
     def cheaper_than(self, byte_s: Mapping[int, float]) -> tuple[float, ...]:
-        """Bytes on each kind that reruns free for less than so many seconds a byte; where none are given, all."""
+        """Bytes on each kind that reruns free for less than so many seconds a byte in a step, which has them in every
+        round; where none are given, all."""
         return tuple(
-            sum(one.freed[k] for one in self.choices if one.freed[k] > 0 and one.price(k) < byte_s.get(k, math.inf))
+            sum(one.freed[k] for one in self.choices if one.freed[k] > 0 and self.rounds * one.price(k) < most_s)
             for k in self.kinds
+            for most_s in [byte_s.get(k, math.inf)]
         )
 
     def freeing(self, wanted: Sequence[float]) -> tuple[Rerun, ...]:
