@@ -145,7 +145,7 @@ def run(priced: PricedStep, network: Network, scale: Scale, *, events: bool = Fa
         there, back = priced.schedule.round(number)
         begun = max(lanes.now)
         lanes.run(there)
-        between = lanes.now
+        between = tuple(lanes.now)
         forward += max(between) - begun
         lanes.run(back)
         number += 1
