@@ -106,7 +106,7 @@ def test_parts_are_as_many_as_the_logarithm(count: int) -> None:
 KINDS = st.tuples(st.sampled_from((0.3, 1.0, 2.0, 8.0)), st.integers(1, 3), st.sampled_from((0.05, 1.0, 16.0)))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(KINDS, min_size=1, max_size=3),
     st.booleans(),
