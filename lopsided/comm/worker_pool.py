@@ -52,16 +52,19 @@ class WorkerPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         interrupts.folders.add(util.get_temp_dir())  # of the server's sockets
-        port = _free_port()
         self._pipes: list[Connection] = []
         self._workers: list[BaseProcess] = []
         try:
-            with deaf_to_interrupts():
+            # Nobody but this machine is listened to: the store by itself would listen on every address. The listener
+            # itself is handed on: a port that was found free may be somebody else's when a worker asks for it.
+            with deaf_to_interrupts(), socket.create_server(("127.0.0.1", 0)) as listener:
+                port = listener.getsockname()[1]
                 for rank in range(size):
                     mine, theirs = context.Pipe()
                     pinned = list(cores[rank]) if cores is not None else None
+                    meeting = listener if rank == 0 else None
                     worker = context.Process(
-                        target=_work, args=(rank, size, port, theirs, pinned, threads, timeout_s), daemon=True
+                        target=_work, args=(rank, size, port, meeting, theirs, pinned, threads, timeout_s), daemon=True
                     )
                     worker.start()
                     theirs.close()
@@ -170,16 +173,11 @@ def deaf_to_interrupts() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def _work(
     rank: int,
     size: int,
     port: int,
+    listener: socket.socket | None,
     pipe: Connection,
     cores: list[int] | None,
     threads: int,
@@ -204,9 +202,8 @@ def _work(
         "MASTER_PORT": str(port),
     }
     patience = timedelta(seconds=timeout_s)
-    # Nobody but this machine is listened to: the store by itself would listen on every address.
-    listener = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
-    store = TCPStore("127.0.0.1", port, size, rank == 0, timeout=patience, master_listen_fd=listener)
+    heard = listener.detach() if listener is not None else None
+    store = TCPStore("127.0.0.1", port, size, rank == 0, timeout=patience, master_listen_fd=heard)
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)

@@ -7,7 +7,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from lopsided.comm.watchdog import Failure, Position, Watchdog, _Neighbour, blam
 from lopsided.comm.worker_pool import WorkerPool
 from lopsided.comm.world import World, default_store, side_group
 from lopsided.errors import LopsidedError, WorldError
+from tests.support.launched import unused_port
 
 HERE = Position(5, 100.0, 12, "all_reduce of %w", 70.0)
 
@@ -299,10 +299,8 @@ def run_ranks(
     """Exit code and stderr of each rank's own process; of those `awaited`, the others then are killed."""
     script = folder / "train.py"
     script.write_text(SCRIPT + body)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())}
+    common = meeting | {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     job = {"size": size, "script": str(script), "folder": str(folder), "environment": common}
     assert forking.stdin is not None
     forking.stdin.write(f"{json.dumps(job)}\n".encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from lopsided.planner.plan_file import save_plan
 from lopsided.runtime.launch import MODULE
 from tests.support import clusters
 from tests.support.jobs import cluster_of, plan_of, prices_of
-from tests.support.launched import Started
+from tests.support.launched import Started, unused_port
 
 SPEC = "gpt2:layers=1,width=16,heads=2,seq=6,vocab=31,dropout=0,batch=6"
 LOOPBACK = "0100007F"  # as /proc/net/tcp spells it
@@ -136,9 +135,7 @@ def test_lopsided_run_needs_the_plan_only(place: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nodes_with_different_numbers_of_processes(place: Path, tmp_path: Path) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        master = f"127.0.0.1:{found.getsockname()[1]}"
+    master = f"127.0.0.1:{unused_port()}"
     agents = [
         Started(place, "lopsided", "run", "two.json", "--node", node, "--master", master, "train.py", "--out", tmp_path)
         for node in ("big", "small")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +19,7 @@ from lopsided.planner.candidates import memory_limits
 from lopsided.planner.plan_file import save_plan
 from lopsided.runtime.out_of_memory import is_out_of_memory
 from tests.support import ROOT, plans
+from tests.support.launched import unused_port
 
 SCRIPT = """
 import sys
@@ -55,10 +55,7 @@ def test_a_run_ends_everywhere_and_says_how_to_plan_anew(tmp_path: Path) -> None
     file, script = tmp_path / "plan.json", tmp_path / "train.py"
     save_plan(plan, file)
     script.write_text(SCRIPT)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "OMP_NUM_THREADS": "1"}
     common |= {"PYTHONPATH": str(ROOT)}
     running = [
         subprocess.Popen(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import runpy
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +15,16 @@ from pathlib import Path
 from lopsided.comm.worker_pool import PRELOAD
 
 PATIENCE_S = 110
+
+
+def unused_port() -> int:
+    """A port to meet at, below those that the system gives to whoever asks for any: no other connection takes it
+    between here and the meeting."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as found:
+            if found.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 class Started(subprocess.Popen[str]):
