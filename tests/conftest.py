@@ -6,6 +6,7 @@ evenly over them. `make test-all` gives `--all`: every parameter, and the tests 
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -28,6 +29,15 @@ settings.register_profile(
     "lopsided", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=60
 )
 settings.load_profile("lopsided")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is there now stays: the collector need not look at it again and again, in here and in processes that are
+    forked. Tests make millions of small objects, few of them in cycles, beside models that are captured once."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 GOLDEN = 0.6180339887

@@ -12,6 +12,7 @@ in a forked child: a hypothesis at which the child dies is refuted, and the mode
 from __future__ import annotations
 
 import faulthandler
+import gc
 import itertools
 import os
 import select
@@ -52,37 +53,30 @@ def rules_by_experiment(call: Call) -> tuple[Rule, ...]:
 
 def _found(call: Call) -> tuple[Rule, ...]:
     small, sets = _shrunk(Call(widen_node(call.node), tuple(map(widen_value, call.operands))))
-    # A rule must hold wherever it is tried: an op may be linear for small numbers only.
-    rules = tuple(itertools.islice(hypotheses(small), MOST_HYPOTHESES)) if sets else ()
-    for operands in sets:
-        rules = held(small, operands, rules)
-    return held_at_edges(small, sets[0], rules) if rules else ()
+    return held(small, sets, tuple(itertools.islice(hypotheses(small), MOST_HYPOTHESES))) if sets else ()
 
 
-def held_at_edges(call: Call, operands: list[Tensor], candidates: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Those of the candidates that hold on zeros, masked rows and other values at the edge, too."""
-    for edited in edge_operands(call, operands).values():
-        candidates = held(call, edited, candidates, edge=True)
-    return tuple(candidates)
+def held(call: Call, sets: Sequence[list[Tensor]], candidates: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Those of the candidates that hold: on every set of operands, because an op may be linear for small numbers only,
+    and on zeros, masked rows and other values at the edge, which are put into the first.
 
-
-def held(call: Call, operands: list[Tensor], candidates: Sequence[Rule], *, edge: bool = False) -> tuple[Rule, ...]:
-    """Those of the candidates that hold. One at which the child dies or hangs does not; the next child goes on."""
+    One at which the child dies or hangs does not hold; the next child goes on.
+    """
     verdicts = b""
     deaths = 0
     while len(verdicts) < len(candidates) and deaths < _MOST_DEATHS:
-        verdicts += _verdicts(call, operands, candidates[len(verdicts) :], edge)
+        verdicts += _told_by_child(call, sets, candidates[len(verdicts) :])
         if len(verdicts) < len(candidates):
             verdicts += b"0"
             deaths += 1
     return tuple(rule for rule, verdict in zip(candidates, verdicts, strict=False) if verdict == ord("1"))
 
 
-def _verdicts(call: Call, operands: list[Tensor], candidates: Sequence[Rule], edge: bool) -> bytes:
+def _told_by_child(call: Call, sets: Sequence[list[Tensor]], candidates: Sequence[Rule]) -> bytes:
     """A "1" or "0" for each candidate, from a child; fewer if it did not live to say."""
     # Where there is a GPU, autograd refuses to run in a fork: better unguarded than not at all.
     if not hasattr(os, "fork") or torch.cuda.is_available():
-        return b"".join(b"01"[i : i + 1] for i in (int(holds(call, operands, rule, edge)) for rule in candidates))
+        return b"".join(_verdicts(call, sets, candidates))
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         # Python warns about forks of processes with threads; this child takes one thread and no lock.
@@ -92,15 +86,26 @@ def _verdicts(call: Call, operands: list[Tensor], candidates: Sequence[Rule], ed
         try:
             os.close(reading)
             _be_silent()
+            gc.disable()  # it would write to every object of the parent, and so copy them
             torch.set_num_threads(1)
-            for rule in candidates:
-                os.write(writing, b"1" if holds(call, operands, rule, edge) else b"0")
+            for verdict in _verdicts(call, sets, candidates):
+                os.write(writing, verdict)
         finally:
             os._exit(0)
     os.close(writing)
     told = _read(reading, child)
     os.waitpid(child, 0)
     return told
+
+
+def _verdicts(call: Call, sets: Sequence[list[Tensor]], candidates: Sequence[Rule]) -> Iterator[bytes]:
+    edges: list[list[Tensor]] | None = None
+    for rule in candidates:
+        good = all(holds(call, operands, rule) for operands in sets)
+        if good:
+            edges = [*edge_operands(call, sets[0]).values()] if edges is None else edges
+            good = all(holds(call, operands, rule, edge=True) for operands in edges)
+        yield b"1" if good else b"0"
 
 
 def _be_silent() -> None:

@@ -40,7 +40,7 @@ from lopsided.ops import (
     windows,
 )
 from lopsided.ops.derive import call_rules, describe_call
-from lopsided.ops.experiment import MOST_HYPOTHESES, held, held_at_edges, hypotheses
+from lopsided.ops.experiment import MOST_HYPOTHESES, held, hypotheses
 from lopsided.ops.op import Call
 from lopsided.ops.sample import Draw, Sample
 from lopsided.ops.trial import edge_operands, try_rule
@@ -134,7 +134,7 @@ def _missing(call: Call, tensors: list[Tensor], rules: Sequence[Rule]) -> tuple[
     known = {(rule.needs, rule.gives) for rule in rules}
     tried = itertools.islice(hypotheses(call), MOST_HYPOTHESES)
     candidates = [rule for rule in tried if (rule.needs, rule.gives) not in known]
-    return held_at_edges(call, tensors, held(call, tensors, candidates))
+    return held(call, [tensors], candidates)
 
 
 # The samples of all families
