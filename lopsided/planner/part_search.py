@@ -20,6 +20,7 @@ from lopsided.ir.placement import Shares
 from lopsided.ir.program import one_device
 from lopsided.planner.ablation import OVERLAP
 from lopsided.planner.candidates import Candidate, Learned, memory_limits
+from lopsided.planner.freeing import made_to_fit
 from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden
 from lopsided.schedule.decisions import BUCKET_BYTES
@@ -146,10 +147,10 @@ class PartSearch:
             return
         found, _ = self._found(made.name, made.shares, self.hidden or NOTHING_HIDDEN, self.memory_price, self.regather)
         if found.program != made.program:
-            self.pool.made_to_fit(found)
+            made_to_fit(self.pool, found)
 
     def _freed(self) -> Candidate | None:
-        made = [freed for base in self._short() if (freed := self.pool.made_to_fit(base)) is not None]
+        made = [freed for base in self._short() if (freed := made_to_fit(self.pool, base)) is not None]
         return min(made, key=lambda freed: freed.step_s, default=None)
 
     def _short(self) -> list[Candidate]:

@@ -32,6 +32,7 @@ from lopsided.ops.derive import derive_rules
 from lopsided.planner.ablation import ADDITIONS, DEVICES, SEGMENTS, Belief, additions_named, beliefs, fewer_rules
 from lopsided.planner.allowed import EIGHT_BIT_STATE, allowed
 from lopsided.planner.candidates import BETTER, Candidate, Limits, excess, memory_limits
+from lopsided.planner.freeing import rounds_to_fit
 from lopsided.planner.part_search import PartSearch
 from lopsided.planner.pins import limits_of
 from lopsided.planner.plan_data import INTERRUPTED, Baseline, Breakdown, Plan, SearchReport
@@ -242,7 +243,7 @@ class _Searched:
 
     @property
     def rounds_to_fit(self) -> int:
-        return self.pool.rounds_to_fit(self.cluster)
+        return rounds_to_fit(self.pool, self.cluster)
 
     @property
     def is_freed(self) -> bool:

@@ -8,7 +8,7 @@ best; each of its methods is one way to make some:
     balanced         a given program with the best shares for it
     partly_stored_cut, segmented, rebucketed, rechunked, settled     what else may be made of a good one
 
-`part_search` makes others, by searching.
+`part_search` makes others, by searching, and `freeing` what fits of those that do not.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from lopsided.planner.candidates import (
     stored_in,
 )
 from lopsided.planner.estimate import StepEstimate
-from lopsided.planner.host_state import StateOnHost, on_every_host
-from lopsided.planner.recompute import Recomputation, Span, blocks_of, everything, on_every_kind
+from lopsided.planner.host_state import on_every_host
+from lopsided.planner.recompute import Span, blocks_of, everything, on_every_kind
 from lopsided.planner.search import ChoiceSpace, Conversions, Found, Progress, search
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden, RulePrices, Saves, SharePrices
 from lopsided.planner.segments import found_segments
@@ -73,12 +73,7 @@ _BUCKETS = tuple(size * 2**20 for size in (16, 8, 4, 2, 1))  # beside what every
 _NEAR = 1.25  # times the best predicted step: what is further off is not worth a try
 _CLOSE = 1.02  # times the best predicted step: what may still become the best
 _LEADERS = 2  # beside the best are looked at so
-_NEARLY = 1.02  # times the best step on the same devices: what is further off without recomputation is left at that
-_MORE_FREED = 6  # times more is freed where too little was
-_MARGIN = 1.1  # times what is missing is freed more
 _BITS = 4  # of a number of devices: how exact it has to be to tell which step works with most memory
-# The uses of memory of which a round has less than the batch.
-_OF_A_ROUND = ("saved", "recomputed", "working")
 _NO_WORK_S = 1e-12  # of an op that computes nothing
 
 
@@ -141,7 +136,7 @@ class CandidatePool:
         self._saved: Saves = {}
         self._at: dict[tuple[str, Shares], AtShares] = {}
         self._space: ChoiceSpace | None = None  # of the book and the limits
-        self._made_to_fit: dict[tuple[str, int, Shares, bool], Candidate | None] = {}  # what it came to, by the base
+        self.made_to_fit: dict[tuple[str, int, Shares, bool], Candidate | None] = {}  # what it came to, by the base
 
     @property
     def chosen(self) -> Candidate:
@@ -252,26 +247,6 @@ class CandidatePool:
         """The best step that is known of."""
         return min(self.known_s, self.best.step_s if self.best is not None else math.inf)
 
-    def rounds_to_fit(self, cluster: Cluster) -> int:
-        """In how many rounds what one holds is little enough that nothing has to be freed, of data parallelism or ZeRO
-        with shares by speed: the fewest of those that keep what they gather, or else of all; 0 if in none.
-
-        Activations get less with the number of rounds, and sums of gradients that are sent behind the last get more.
-        """
-        found: dict[bool, list[int]] = {False: [], True: []}
-        for _, program, regather in self.plain:
-            laid = self.laid_out(cluster, program, regather, BUCKET_BYTES)
-            scale = Scale(cluster, self.by_speed(cluster))
-            parts = [
-                bytes_per_kind([h for h in laid.held if (h.use in _OF_A_ROUND) == of], scale) for of in (True, False)
-            ]
-            sums = sum(h.bytes for h in laid.held if h.use == "gathered") if not regather else 0
-            rooms = [limit - kept - sums for limit, kept in zip(memory_limits(cluster), parts[1], strict=True)]
-            if all(room > 0 for room in rooms):
-                needed = max(math.ceil(size / room) for size, room in zip(parts[0], rooms, strict=True))
-                found[regather].append(max(needed, 1) * self.microbatches)
-        return min(found[False] or found[True], default=0)
-
     def laid_out(
         self,
         on: Cluster,
@@ -290,7 +265,7 @@ class CandidatePool:
         fewest = _about(max(round(fewest), 1))
         # Neither depends on the cluster, so parts of it share them.
         kept = (reruns, on_host, state_bits)
-        schedule = self._lower(program, regather, bucket_bytes, kept)
+        schedule = self.lowered(program, regather, bucket_bytes, kept)
         held = _remembered(
             self._held,
             (id(program), regather, bucket_bytes, kept, fewest),
@@ -302,12 +277,12 @@ class CandidatePool:
             lambda: LoweredCandidate(program, self._price(on, schedule), held, stored_in(program)),
         )
 
-    def _lower(self, program: Program, regather: bool, bucket_bytes: int, kept: _Kept) -> Schedule:
+    def lowered(self, program: Program, regather: bool, bucket_bytes: int, kept: _Kept) -> Schedule:
         """A program is lowered once, and its buckets are filled anew for every size of them."""
 
         def make() -> Schedule:
             if bucket_bytes != BUCKET_BYTES:
-                return rebucketed(self._lower(program, regather, BUCKET_BYTES, kept), bucket_bytes)
+                return rebucketed(self.lowered(program, regather, BUCKET_BYTES, kept), bucket_bytes)
             reruns, on_host, state_bits = kept
             decisions = Decisions(
                 regather=regather,
@@ -530,150 +505,20 @@ class CandidatePool:
         reruns, on_host, state_bits = kept
         return self.judge(*about, bucket_bytes=bucket_bytes, reruns=reruns, on_host=on_host, state_bits=state_bits)
 
-    def made_to_fit(self, candidate: Candidate) -> Candidate | None:
-        """One that does not fit, with as much run again in the backward pass, or optimizer state in host memory, or in
-        fewer bits where that is allowed, as it takes, and the best shares for that.
-
-        None where nothing helps, or where it would not become the best of its devices: it takes no less time for that.
-        """
-        # What is freed makes no step shorter.
-        best = self.of_part.get(candidate.on.fingerprint)
-        best_s = min(self.known_s, best.step_s if best is not None else math.inf)
-        if candidate.fits or candidate.step_s >= best_s * _NEARLY:
-            return None
-        key = (candidate.on.fingerprint, id(candidate.program), candidate.shares, candidate.regather)
-        if key not in self._made_to_fit:
-            made = [one for one in self._with_less(candidate, best) if one is not None and one.fits]
-            fitting = min(made, key=lambda one: one.step_s, default=None)
-            self._made_to_fit[key] = fitting if fitting is None else self._no_more_on_host(fitting)
-        return self._made_to_fit[key]
-
-    def _with_less(self, candidate: Candidate, best: Candidate | None) -> Iterator[Candidate | None]:
-        """What may come of it, with optimizer state as it is, and in fewer bits where that is allowed."""
-        yield from self._recomputing(candidate)
-        if not self.state_bits or candidate.state_bits:
-            return
-        coded = self._less_kept(replace(candidate, state_bits=self.state_bits), _ALL_KEPT)
-        if best is None or coded.step_s < best.step_s * _NEARLY:
-            yield coded
-            yield self.again(coded)
-            if not coded.fits:
-                yield from self._recomputing(coded)
-
-    def _recomputing(self, candidate: Candidate) -> Iterator[Candidate | None]:
-        """What may come of it: more and more is freed until that is enough, also of what shares could make room for."""
-        if (chunked := self._chunked_in(candidate.program)) and chunked != candidate.reruns:
-            # A loss in chunks costs next to nothing, so that comes first.
-            candidate = self._less_kept(candidate, _ALL_KEPT)
-            yield candidate
-            yield self.again(candidate)
-            if candidate.fits:
-                return
-        schedule = self._lower(candidate.program, candidate.regather, candidate.bucket_bytes, ((), (), 0))
-        tried = Recomputation(self.blocks, candidate, schedule, self.costs(candidate.on))
-        yield from self._freeing(candidate, tried, None)
-        state = StateOnHost(candidate, self.optimizer)
-        if not state.kinds:
-            return
-        # Less runs again where state is in host memory. It pays where that alone does not take longer than the best.
-        best = self.of_part.get(candidate.on.fingerprint)
-        over = [
-            max(used - limit, 0.0) for used, limit in zip(candidate.memory, memory_limits(candidate.on), strict=True)
-        ]
-        # Nothing runs again: what that sends is not in its price.
-        alone = self._less_kept(candidate, ((), state.freeing(over)))
-        yield alone
-        yield self.again(alone)
-        least = self._less_kept(candidate, ((), state.freeing(_beyond(over, tried.cheaper_than(state.byte_s)))))
-        if best is None or least.step_s < best.step_s * _NEARLY:
-            yield from self._freeing(candidate, tried, state)
-
-    def _freeing(
-        self, candidate: Candidate, tried: Recomputation, state: StateOnHost | None
-    ) -> Iterator[Candidate | None]:
-        on, limits = candidate.on, memory_limits(candidate.on)
-
-        def freeing(wanted: Sequence[float]) -> _Less:
-            if state is None:
-                return tried.freeing(wanted), ()
-            on_host = state.freeing(_beyond(wanted, cheap))
-            return tried.freeing(_beyond(wanted, state.freed(on_host))), on_host
-
-        # What runs again for less than it takes to fetch state comes first.
-        cheap = tried.cheaper_than(state.byte_s) if state is not None else ()
-        over = [max(used - limit, 0.0) for used, limit in zip(candidate.memory, limits, strict=True)]
-        seen: set[_Less] = {_ALL_KEPT}
-        wanted, made, fitting_s = over, candidate, math.inf
-        for _ in range(_MORE_FREED):
-            kept = freeing(wanted)
-            if kept in seen:
-                break
-            seen.add(kept)
-            made = self._less_kept(candidate, kept)
-            again = self.again(made)
-            yield again
-            if made.fits:
-                yield made
-                break
-            if again is not None and again.fits:
-                fitting_s = min(fitting_s, again.step_s)
-            if made.step_s >= fitting_s * BETTER:
-                # With more freed, these shares would take longer than others do that fit.
-                break
-            left = [max(used - limit, 0.0) for used, limit in zip(made.memory, limits, strict=True)]
-            wanted = [w + more * _MARGIN for w, more in zip(wanted, left, strict=True)]
-        if made.fits or fitting_s < math.inf:
-            for part in _PARTS[1:] if len(on.kinds) > 1 else ():
-                fewer = freeing([size * part for size in wanted])
-                if fewer not in seen:
-                    seen.add(fewer)
-                    yield self.again(self._less_kept(candidate, fewer))
-            # What everyone does, with the shares as they are: more freed than these need on some kinds of devices.
-            yield self._less_kept(candidate, (next(tried.everything()), ()))
-            return
-        for reruns in tried.everything():
-            made = self._less_kept(candidate, (reruns, state.everything() if state is not None else ()))
-            yield made
-            yield self.again(made)
-            if made.fits:
-                return
-
-    def _no_more_on_host(self, candidate: Candidate) -> Candidate:
-        """The same, with state back on devices that have room now that shares were balanced, as long as that helps."""
-        for _ in range(_MORE_FREED if candidate.on_host else 0):
-            limits = memory_limits(candidate.on)
-            room = [limit - used for used, limit in zip(candidate.memory, limits, strict=True)]
-            on_host = StateOnHost(candidate, self.optimizer).back(candidate.on_host, room)
-            if on_host == candidate.on_host:
-                break
-            less = self._less_kept(candidate, (candidate.reruns, on_host))
-            made = [one for one in (less, self.again(less)) if one is not None and one.fits]
-            quickest = min(made, key=lambda one: one.step_s, default=candidate)
-            if quickest.step_s >= candidate.step_s * BETTER:
-                break
-            candidate = quickest
-        return candidate
-
-    def _less_kept(self, candidate: Candidate, less: _Less) -> Candidate:
-        """With this, and with losses in chunks."""
-        kept = (self._with_chunks(candidate.program, less[0]), less[1], candidate.state_bits)
-        about = (candidate.name, candidate.on, candidate.program, candidate.shares, candidate.regather, candidate.found)
-        return self.judge_kept(about, candidate.bucket_bytes, kept)
-
     @cached_property
     def heads(self) -> tuple[LossHead, ...]:
         """Losses that may run some rows at a time."""
         return () if CHUNKS in self.without else loss_heads(self.graph)
 
-    def _chunked_in(self, program: Program) -> tuple[Rerun, ...]:
+    def chunked_in(self, program: Program) -> tuple[Rerun, ...]:
         """The losses of a program that can run some rows at a time, by their rules."""
         every = tuple(head.chunked() for head in self.heads)
         found = {head.first for head, _ in chunks_of(program, Decisions(reruns=every))}
         return tuple(rerun for rerun in every if rerun.first in found)
 
-    def _with_chunks(self, program: Program, reruns: tuple[Rerun, ...]) -> tuple[Rerun, ...]:
+    def with_chunks(self, program: Program, reruns: tuple[Rerun, ...]) -> tuple[Rerun, ...]:
         """In the order of the program."""
-        chunked = self._chunked_in(program)
+        chunked = self.chunked_in(program)
         if not chunked:
             return reruns
         places = {node.name: k for k, node in enumerate(self.graph.nodes)}
@@ -686,7 +531,7 @@ class CandidatePool:
 
     def everything(self, program: Program) -> tuple[Rerun, ...]:
         """All that may run again or in chunks, of a program."""
-        return self._with_chunks(program, everything(self.graph, self.blocks))
+        return self.with_chunks(program, everything(self.graph, self.blocks))
 
     def again(self, candidate: Candidate, program: Program | None = None, *, polish: bool = False) -> Candidate | None:
         """A candidate, or another program in its place, with the best shares."""
@@ -854,10 +699,6 @@ class CandidatePool:
         return self._working[key]
 
 
-_Less = tuple[tuple[Rerun, ...], tuple[OnHost, ...]]
-"""What is not kept where it would be: what runs again, and what is in host memory."""
-_ALL_KEPT: _Less = ((), ())
-
 _Kept = tuple[tuple[Rerun, ...], tuple[OnHost, ...], int]
 """The same, and in how many bits optimizer state is kept."""
 
@@ -873,10 +714,6 @@ def _about(count: int) -> int:
     """
     beyond = max(count.bit_length() - _BITS, 0)
     return count >> beyond << beyond
-
-
-def _beyond(wanted: Sequence[float], freed: Sequence[float]) -> list[float]:
-    return [max(size - less, 0.0) for size, less in zip(wanted, freed, strict=True)]
 
 
 def _has_room(part: Cluster, held: Sequence[Holding]) -> bool:
