@@ -19,6 +19,7 @@ from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.recompute import Recomputation
 from lopsided.schedule.cost import Scale
 from lopsided.schedule.decisions import BUCKET_BYTES, OnHost, Rerun
+from lopsided.schedule.host_state import can_hold_state
 from lopsided.schedule.memory import bytes_per_kind
 
 _NEARLY = 1.02  # times the best step on the same devices: what is further off without recomputation is left at that
@@ -34,22 +35,38 @@ _ALL_KEPT: _Less = ((), ())
 
 
 def rounds_to_fit(pool: CandidatePool, cluster: Cluster) -> int:
-    """In how many rounds what one holds is little enough that nothing has to be freed, of data parallelism or ZeRO
-    with shares by speed: the fewest of those that keep what they gather, or else of all; 0 if in none.
+    """In how many rounds there is room, with shares by speed: where that can be with nothing freed, by data parallelism
+    or ZeRO that keeps what it gathers, or else by ZeRO that gathers again; or else with all freed that can be. 0 if not
+    so either.
 
     Activations get less with the number of rounds, and sums of gradients that are sent behind the last get more.
     """
-    found: dict[bool, list[int]] = {False: [], True: []}
-    for _, program, regather in pool.plain:
-        laid = pool.laid_out(cluster, program, regather, BUCKET_BYTES)
-        scale = Scale(cluster, pool.by_speed(cluster))
-        parts = [bytes_per_kind([h for h in laid.held if (h.use in _OF_A_ROUND) == of], scale) for of in (True, False)]
-        sums = sum(h.bytes for h in laid.held if h.use == "gathered") if not regather else 0
-        rooms = [limit - kept - sums for limit, kept in zip(memory_limits(cluster), parts[1], strict=True)]
-        if all(room > 0 for room in rooms):
-            needed = max(math.ceil(size / room) for size, room in zip(parts[0], rooms, strict=True))
-            found[regather].append(max(needed, 1) * pool.microbatches)
-    return min(found[False] or found[True], default=0)
+    for again, is_freed in ((False, False), (True, False), (True, True)):
+        tried = [
+            _rounds_of(pool, cluster, program, again, is_freed)
+            for _, program, regather in pool.plain
+            if regather == again
+        ]
+        if any(tried):
+            return min(filter(None, tried))
+    return 0
+
+
+def _rounds_of(pool: CandidatePool, cluster: Cluster, program: Program, regather: bool, is_freed: bool) -> int:
+    """In how many rounds there is room for a program; 0 if in none."""
+    less = (pool.everything(program), tuple(map(OnHost, can_hold_state(cluster)))) if is_freed else _ALL_KEPT
+    held, scale = (
+        pool.laid_out(cluster, program, regather, BUCKET_BYTES, *less).held,
+        Scale(cluster, pool.by_speed(cluster)),
+    )
+    of_round = bytes_per_kind([h for h in held if h.use in _OF_A_ROUND], scale)
+    always = bytes_per_kind([h for h in held if h.use not in _OF_A_ROUND], scale)
+    sums = sum(h.bytes for h in held if h.use == "gathered") if not regather else 0
+    rooms = [limit - size - sums for limit, size in zip(memory_limits(cluster), always, strict=True)]
+    if any(room <= 0 for room in rooms):
+        return 0
+    needed = max(math.ceil(size / room) for size, room in zip(of_round, rooms, strict=True))
+    return max(needed, 1) * pool.microbatches
 
 
 def made_to_fit(pool: CandidatePool, candidate: Candidate) -> Candidate | None:

@@ -78,7 +78,7 @@ class Searched(Protocol):
 
     @property
     def rounds_to_fit(self) -> int:
-        """In how many rounds nothing would have to be freed, about; 0 if in none."""
+        """In how many rounds there is room, about, with nothing freed or else with all that can be; 0 if in none."""
 
     @property
     def is_freed(self) -> bool:
@@ -127,8 +127,9 @@ def in_best_rounds(
 
 
 class _Trial:
-    """Numbers of rounds, tried one after the other: the first with which nothing should have to be freed, then more as
-    long as memory is short, and fewer as long as a step could be shorter by that; these first where rounds are dear."""
+    """Numbers of rounds, tried one after the other: the first in which there should be room, with nothing freed or else
+    with all that can be, then more as long as memory is short, and fewer as long as a step could be shorter by that;
+    these first where rounds are dear."""
 
     def __init__(
         self, task: _Task, cluster: Cluster, searched: Callable[[_Task, Cluster, float], Searched], at_once: Searched

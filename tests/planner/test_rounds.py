@@ -125,6 +125,17 @@ def test_what_fits_in_rounds_is_not_made_to_fit_otherwise(graph: Graph) -> None:
     assert plan.step_s < plan_graph(graph, pair(0.6, 0.6, launch_s=1e-9), optimizer="sgd", microbatches=1).step_s
 
 
+@pytest.mark.parametrize(("mib", "bytes_per_s"), [(2.4, 1e7), (3.0, 1e8)])
+def test_no_other_number_of_rounds_is_better(mib: float, bytes_per_s: float) -> None:
+    """Where rounds are not free, as parameters are gathered in each, and not all that is freed is needed in more."""
+    graph = capture(*model_of("gpt2:layers=2,width=64,heads=2,seq=32,vocab=97,dropout=0,batch=32"))
+    cluster = replace(pair(mib, mib), between=Link(1e-5, bytes_per_s))
+    steps = [plan_graph(graph, cluster, microbatches=count).step_s for count in (4, 8, 16, 32)]
+    plan = plan_graph(graph, cluster)
+    assert plan.microbatches > 1
+    assert plan.step_s <= min(steps) * 1.001
+
+
 def test_what_cannot_be_in_rounds_says_why() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 5))
     batch = (torch.randn(64, 64), torch.zeros(64, dtype=torch.long))
