@@ -6,6 +6,10 @@ READY  := $(VENV)/.ready
 NEWEST := .venv-newest
 PIP    := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --numprocesses 2 --dist worksteal
+# What failed beside other tests is tried once more with nothing beside it, and has failed if it fails there. Only that:
+# another status than 1 says that tests did not run.
+AGAIN  := -m pytest --last-failed --last-failed-no-failures none --maxfail 5
+TESTS   = $(1) $(PYTEST) $(2) || { test $$? -eq 1 && $(1) $(AGAIN) $(2); }
 
 .PHONY: demo test test-all test-newest newest constraints check format bench proof figures docs clean
 
@@ -13,14 +17,14 @@ demo: $(READY)
 	@$(BIN)/lopsided demo
 
 test: check
-	@$(BIN)/python $(PYTEST)
+	@$(call TESTS,$(BIN)/python)
 
 test-all: check
-	@$(BIN)/python $(PYTEST) --all
+	@$(call TESTS,$(BIN)/python,--all)
 
 # Against the newest of everything that pyproject.toml allows, in an environment of its own.
 test-newest: newest
-	@$(NEWEST)/bin/python $(PYTEST)
+	@$(call TESTS,$(NEWEST)/bin/python)
 
 newest:
 	@$(PYTHON) -m venv --clear $(NEWEST)

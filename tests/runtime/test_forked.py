@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from lopsided.runtime import forked
+from lopsided.runtime import forked, torchrun
 from tests.support.launched import run_script
 
 FORKED = Path(forked.__file__)
@@ -97,3 +99,20 @@ def test_how_it_ended_is_told(place: Path, body: str, status: int, said: str) ->
     assert ran.stderr.startswith(said)
     assert bool(said) == bool(ran.stderr)
     assert os.fspath(FORKED) not in ran.stderr
+
+
+ASKED = """
+import importlib, sys, torch
+asked = []
+for name in ("is_available", "device_count", "init", "_lazy_init"):
+    setattr(torch.cuda, name, lambda *args, name=name: asked.append(name))
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+assert not asked, asked
+"""
+
+
+def test_the_server_asks_for_no_device() -> None:
+    """A driver that was asked before a fork refuses to work after it."""
+    modules = [*torchrun.PRELOAD, *torchrun._LATER]
+    assert subprocess.run([sys.executable, "-c", ASKED, *modules]).returncode == 0
