@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -161,6 +162,8 @@ def not_of_pieces() -> list[str]:
     with pytest.warns(PieceWarning, match="this process's piece of a, .*full_state_dict"):
         copied = pickle.loads(pickle.dumps(pm.state_dict()["a"]))
     assert type(copied) is Tensor
+    with pytest.warns(PieceWarning, match="what is written is this process's piece of a"):
+        safetensors.torch.save(pm.state_dict())
     assert along.shape == a.shape[cut : cut + 1]
     assert repr(a).startswith("Parameter containing")
     return [told(job) for job in jobs]
