@@ -15,7 +15,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.ir.program import Program
 from lopsided.planner.candidates import BETTER, Candidate, memory_limits
 from lopsided.planner.host_state import StateOnHost
-from lopsided.planner.proposals import CandidatePool
+from lopsided.planner.proposals import CandidatePool, has_room
 from lopsided.planner.recompute import Recomputation
 from lopsided.schedule.cost import Scale
 from lopsided.schedule.decisions import BUCKET_BYTES, OnHost, Rerun
@@ -112,8 +112,14 @@ def _recomputing(pool: CandidatePool, candidate: Candidate) -> Iterator[Candidat
             return
     schedule = pool.lowered(candidate.program, candidate.regather, candidate.bucket_bytes, ((), (), 0))
     tried = Recomputation(pool.blocks, candidate, schedule, pool.costs(candidate.on))
-    yield from _freeing(pool, candidate, tried, None)
     state = StateOnHost(candidate, pool.optimizer)
+    if not _can_fit(pool, candidate, tried, state.everything()):
+        if pool.best is None:
+            # What comes nearest to fitting tells what is missing.
+            yield from (_less_kept(pool, candidate, (reruns, state.everything())) for reruns in tried.everything())
+        return
+    if _can_fit(pool, candidate, tried, ()):
+        yield from _freeing(pool, candidate, tried, None)
     if not state.kinds:
         return
     # Less runs again where state is in host memory. It pays where that alone does not take longer than the best.
@@ -126,6 +132,17 @@ def _recomputing(pool: CandidatePool, candidate: Candidate) -> Iterator[Candidat
     least = _less_kept(pool, candidate, ((), state.freeing(_beyond(over, tried.cheaper_than(state.byte_s)))))
     if best is None or least.step_s < best.step_s * _NEARLY:
         yield from _freeing(pool, candidate, tried, state)
+
+
+def _can_fit(pool: CandidatePool, candidate: Candidate, tried: Recomputation, on_host: tuple[OnHost, ...]) -> bool:
+    """Whether there is room with all run again that can be, were every cut tensor divided as suits the memory."""
+    on, how = candidate.on, (candidate.on, candidate.program, candidate.regather, candidate.bucket_bytes)
+    stays = ("parameter", "gradient", "buffer") if on_host else ("parameter", "gradient", "buffer", "optimizer")
+    as_it_is = pool.laid_out(*how, candidate.reruns, (), candidate.state_bits).held
+    if not has_room(on, [one for one in as_it_is if one.use in stays]):
+        return False
+    every = (pool.with_chunks(candidate.program, reruns) for reruns in tried.everything())
+    return any(has_room(on, pool.laid_out(*how, reruns, on_host, candidate.state_bits).held) for reruns in every)
 
 
 def _freeing(

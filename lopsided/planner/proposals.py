@@ -61,7 +61,7 @@ from lopsided.schedule.excess import check_fits
 from lopsided.schedule.host_state import host_bytes_per_kind, host_excess
 from lopsided.schedule.loss_heads import LossHead, chunks_of, loss_heads
 from lopsided.schedule.lower import lower, rebucketed
-from lopsided.schedule.memory import Holding, bytes_per_kind, holdings
+from lopsided.schedule.memory import EVERY_KIND, Holding, bytes_per_kind, holdings
 from lopsided.schedule.offload import offloaded_bytes_per_kind
 from lopsided.schedule.pricing import PricedStep, price
 from lopsided.schedule.schedule import Schedule
@@ -328,7 +328,7 @@ class CandidatePool:
         for small in self.too_small:
             if kinds == {kind.likeness for kind in small.kinds} and names <= set(small.device_names):
                 return False
-        if self.leanest and not any(_has_room(part, held) for held in self.leanest):
+        if self.leanest and not any(has_room(part, held) for held in self.leanest):
             return False
         return self.first is None or self.ideal_s(part) < self.bar_s
 
@@ -716,13 +716,13 @@ def _about(count: int) -> int:
     return count >> beyond << beyond
 
 
-def _has_room(part: Cluster, held: Sequence[Holding]) -> bool:
-    """Whether these devices have room for what is kept, were what is cut divided as suits their memory."""
-    kept = [holding for holding in held if holding.use in ("parameter", "gradient", "optimizer", "saved")]
-    whole = sum(holding.bytes for holding in kept if holding.cut is None)
-    cut = sum(holding.bytes for holding in kept if holding.cut is not None)
-    limits = zip(part.kinds, memory_limits(part), strict=True)
-    return sum(kind.devices * max(limit - whole, 0) for kind, limit in limits) >= cut
+def has_room(part: Cluster, held: Sequence[Holding]) -> bool:
+    """Whether these devices may have room for what is held at once, were what is cut divided as suits their memory."""
+    at_once = [one for one in held if one.use not in ("waiting", "streamed") and one.on == EVERY_KIND]
+    whole = sum(one.bytes for one in at_once if one.cut is None)
+    cut = sum(one.bytes for one in at_once if one.cut is not None)
+    rooms = [limit - whole for limit in memory_limits(part)]
+    return min(rooms) >= 0 and sum(kind.devices * room for kind, room in zip(part.kinds, rooms, strict=True)) >= cut
 
 
 _Key = TypeVar("_Key")
