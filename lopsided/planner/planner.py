@@ -61,6 +61,8 @@ ABOUT = {
 _TRIES = 4
 # So many numbers of kinds are compared at a time.
 _GRID = 8
+# What takes 1.1 times a step that is known does not become better than that by a finish.
+_FINISHED = 1.1
 
 _YOUNG_OBJECTS = 100_000
 """So many new objects are made before the collector looks at them while a plan is made; 700 are Python's own."""
@@ -336,6 +338,8 @@ def _freed(task: Task, cluster: Cluster) -> _Searched:
 def _finish(pool: CandidatePool) -> None:
     """What else may be made of the best."""
     for candidate in pool.leaders() if pool.best is not None else ():
+        if candidate.step_s > pool.known_s * _FINISHED:
+            continue
         for finish in (pool.partly_stored_cut, pool.segmented, pool.rebucketed, pool.rechunked, pool.settled):
             if pool.limits.left_s:
                 finish(pool.of_part[candidate.on.fingerprint])
