@@ -15,41 +15,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import shutil
 import signal
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType, TracebackType
 
 STATUS = 130
-LEAVE_S = 1.0
-"""How long the main thread has to come to an end by itself."""
-
-# Seconds from a request to end, which a script may hear, to the end itself.
-_GRACE_S = 0.5
 _NAME = "lopsided"
-
-folders: set[str] = set()
-"""What is to be removed when the process ends; who makes a temporary folder adds it."""
-
-_interrupted = threading.Event()
-_ending = threading.Lock()
-_leave_s = LEAVE_S
+_stderr = 2
 _said = False
 
 
 def is_command() -> bool:
     """Whether this process is the command line, not a script that imports this library."""
-    words = sys.orig_argv[1:]
-    if "-m" in words:
-        return words[words.index("-m") + 1 :][:1] == [_NAME]
-    # A script may set `sys.argv`, and call the command line as a function: what the process was started with counts.
-    script = sys.argv[0] if sys.argv else ""
-    return script in words and os.path.basename(script) == _NAME
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        if word == "-m":
+            return next(words, "") == _NAME
+        if word in ("-X", "-W"):
+            next(words, "")
+        elif not word.startswith("-"):
+            # A script may set `sys.argv`, and call the command line as a function: what the process was started with
+            # counts. What follows are words of the script: `lopsided run plan.json -m module`.
+            return word == sys.argv[0] and os.path.basename(word) == _NAME
+    return False
 
 
 def end_while_importing() -> None:
@@ -68,13 +56,38 @@ def say() -> None:
     if not _said:
         _said = True
         with contextlib.suppress(OSError):
-            os.write(2, b"interrupted\n")
+            os.write(_stderr, b"interrupted\n")
+
+
+end_while_importing()  # before the imports below, which take longer than those above
+
+import select
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+LEAVE_S = 1.0
+"""How long the main thread has to come to an end by itself."""
+
+# Seconds from a request to end, which a script may hear, to the end itself.
+_GRACE_S = 0.5
+
+folders: set[str] = set()
+"""What is to be removed when the process ends; who makes a temporary folder adds it."""
+
+_interrupted = threading.Event()
+_ending = threading.Lock()
+_leave_s = LEAVE_S
 
 
 def guard() -> None:
     """From here on Ctrl-C ends the command, however long the main thread takes to hear of it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
         return
+    global _stderr
+    _stderr = os.dup(2)  # what is told goes there also while a command keeps quiet what libraries write
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -147,6 +160,12 @@ def end(status: int = STATUS) -> None:
     os._exit(status)
 
 
+def stay_if_ending() -> None:
+    """Does not return while the process is being ended: what the main thread makes of its end is no news."""
+    if _ending.locked():
+        threading.Event().wait()
+
+
 def _end_all(processes: list[int]) -> None:
     until = time.monotonic() + _GRACE_S
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -187,6 +206,3 @@ def _cleans_up(process: int) -> bool:
     with contextlib.suppress(OSError):
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes()
     return False
-
-
-end_while_importing()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lopsided import interrupts
+from lopsided.comm.worker_pool import deaf_to_interrupts
 from lopsided.planner.plan_file import save_plan
 from tests.support.plans import plan_of
 
@@ -76,6 +77,7 @@ def test_a_library_is_nobodys_command(monkeypatch: pytest.MonkeyPatch) -> None:
         ("python", "-m", "lopsided", "plan"): True,
         ("python", "-m", "torch.distributed.run", "-m", "lopsided", "train"): False,
         ("python", "-X", "dev", "-m", "lopsided"): True,
+        ("python", "train.py", "-m", "lopsided"): False,
     }
     for line, wanted in words.items():
         monkeypatch.setattr(sys, "orig_argv", list(line))
@@ -83,5 +85,19 @@ def test_a_library_is_nobodys_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "/usr/bin/lopsided", "plan"])
     monkeypatch.setattr(sys, "argv", ["/usr/bin/lopsided", "plan"])
     assert interrupts.is_command()
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/usr/bin/lopsided", "run", "plan.json", "-m", "train"])
+    assert interrupts.is_command()
     monkeypatch.setattr(sys, "argv", ["train.py"])
     assert not interrupts.is_command()
+
+
+def test_what_fails_because_it_was_interrupted_is_an_interrupt() -> None:
+    """A server that is ended while a worker is asked of it: that is how the guard ends what was started."""
+
+    def start() -> None:
+        with deaf_to_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            raise EOFError
+
+    with pytest.raises(KeyboardInterrupt):
+        start()

@@ -95,7 +95,10 @@ def main() -> NoReturn:
         interrupts.guard()
     try:
         spell_out()
-        app(standalone_mode=True)
+        try:
+            app(standalone_mode=True)
+        finally:
+            interrupts.stay_if_ending()
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):
             sys.exit(BROKEN_PIPE)

@@ -169,8 +169,9 @@ def deaf_to_interrupts() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, handler)
-    if heard:
-        raise KeyboardInterrupt
+        if heard:
+            # Also where something failed: it may be that what was waited for has been ended meanwhile.
+            raise KeyboardInterrupt
 
 
 def _work(
