@@ -182,9 +182,7 @@ def started(size: int, job: Callable[[], None], said: Path) -> dict[int, int]:
             except BaseException:
                 code = 1
                 sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-            for thread in threading.enumerate():  # a save under way
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join(ENDS_S)
+            threading._shutdown()  # type: ignore[attr-defined]  # as a script ends: what saves is awaited
             os._exit(code)
         processes[process] = rank
     return processes

@@ -48,9 +48,7 @@ def _ran(words: list[str]) -> int | str | None:
         status = STATUS if isinstance(error, KeyboardInterrupt) else 1
         error.__traceback__ = _scripts_part(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # pools are told to end, and threads awaited
     atexit._run_exitfuncs()
     return status
 

@@ -16,6 +16,7 @@ from tests.support.launched import run_script
 FORKED = Path(forked.__file__)
 SCRIPT = """
 import atexit, json, os, pickle, signal, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 import numpy, torch
 class Of: pass
 beside = __import__("beside")
@@ -25,6 +26,8 @@ def late():
     time.sleep(0.3)
     last("thread ")
 threading.Thread(target=late).start()
+pool = ThreadPoolExecutor(1)
+pool.submit(int)  # its thread waits for more, as compilers' do
 found = {
     "argv": sys.argv, "name": __name__, "file": __file__, "beside": beside.ANSWER,
     "sent": type(pickle.loads(pickle.dumps(Of()))) is Of,
