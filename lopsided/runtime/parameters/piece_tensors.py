@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,8 +182,9 @@ def _run(func: Any, args: Arguments, kwargs: Keywords) -> Any:
             return special(func, args, kwargs)
     with DisableTorchFunctionSubclass():
         piece = _piece_in(args)
-        if piece is not None and len(args) > 1:
-            _refuse_the_whole(piece, args, func.__name__)
+        if _step[0] == "outside" and len(args) + len(kwargs) > 1:
+            for together in _together(args, kwargs):
+                _refuse_the_whole(together, func.__name__)
         result = func(*args, **kwargs)
         if type(result) is Tensor and func not in _FACTORIES:
             return _marked(result, piece.of) if piece is not None and result.numel() == piece.numel() else result
@@ -193,18 +194,40 @@ def _run(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     return result
 
 
-def _refuse_the_whole(piece: Any, args: Arguments, name: str) -> None:
-    """A tensor as large as the whole of a piece is not combined with it. Shapes alone need not tell: a piece of one row
-    would be broadcast."""
+def _together(args: Arguments, kwargs: Keywords) -> Iterator[Arguments]:
+    """What a call combines with each other: its arguments, or those at the same place of the lists that one of torch's
+    _foreach_ functions gets."""
+    given = (*args, *kwargs.values())
+    lists = [one for one in given if type(one) in (list, tuple) and any(type(t) in _TYPES for t in one)]
+    if not lists:
+        yield given
+        return
+    others = [one for one in given if type(one) in (list, tuple) and len(one) == len(lists[0])]
+    yield from zip(*others, strict=True)
+
+
+def _refuse_the_whole(together: Arguments, name: str) -> None:
+    """A tensor as large as the whole of a piece is not combined with it, nor is a piece that is cut otherwise. Shapes
+    alone need not tell: a piece of one row would be broadcast."""
+    piece = _piece_in(together)
+    if piece is None:
+        return
     of, held = piece.of, piece.numel()
-    whole = next((t for t in args if type(t) in (Tensor, nn.Parameter) and t.numel() == of.count != held), None)
-    if whole is not None and _step[0] == "outside":
-        raise TrainingError(
-            f"{name} combines a piece of {of.name}, {list(piece.shape)}, with a whole tensor, {list(whole.shape)}",
-            where="a parameter that is stored in pieces",
-            do='store both alike: lopsided.plan(..., pins=["*=I"]) stores parameters whole, and copy.deepcopy(pm) has '
-            "the same pieces; or use lopsided.full_state_dict(pm) and load_full_state_dict for whole tensors",
-        )
+    whole = next((t for t in together if type(t) in (Tensor, nn.Parameter) and t.numel() == of.count != held), None)
+    alike: Iterator[Any] = (t for t in together if type(t) in _TYPES and t.of.count == of.count)
+    other = next((t for t in alike if t.numel() != held), None)
+    if whole is not None:
+        what = f"a whole tensor, {list(whole.shape)}"
+    elif other is not None:
+        what = f"one of {other.of.name}, {list(other.shape)}, which is cut otherwise"
+    else:
+        return
+    raise TrainingError(
+        f"{name} combines a piece of {of.name}, {list(piece.shape)}, with {what}",
+        where="a parameter that is stored in pieces",
+        do='store both alike: lopsided.plan(..., pins=["*=I"]) stores parameters whole, and copy.deepcopy(pm) has '
+        "the same pieces; or use lopsided.full_state_dict(pm) and load_full_state_dict for whole tensors",
+    )
 
 
 def _of_two(reduction: _Reduction, args: Arguments, kwargs: Keywords) -> bool:
@@ -312,7 +335,7 @@ def _reduced(reduction: _Reduction, func: Any, args: Arguments, kwargs: Keywords
             if not piece.of.mixed and piece.shape == piece.of.local_shape and piece.of.cut not in along:
                 return func(*args, **kwargs)
             why = f"it goes along dim {', '.join(map(str, sorted(along)))}, which is cut"
-        if _step[0] != "outside":
+        if _step[0] != "outside" and not piece.of.mixed:
             return func(*args, **kwargs)
     raise TrainingError(
         f"{name}() would be of this process's piece of {piece.of.name} alone: {why}",

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,6 +160,10 @@ def not_of_pieces() -> list[str]:
         lambda: torch.ones(6, 9, dtype=torch.float64).lerp_(a.data, 0.1),
         lambda: 0.9 * torch.ones(9, 3, dtype=torch.float64) + 0.1 * b.data,
     ]
+    extra = nn.Parameter(whole.clone())
+    extra.grad = torch.ones_like(extra)
+    jobs.append(partial(torch.optim.LBFGS([a, extra]).step, lambda: torch.tensor(1.0)))
+    said = [told(job) for job in jobs]
     with pytest.warns(PieceWarning, match="this process's piece of a, .*full_state_dict"):
         copied = pickle.loads(pickle.dumps(pm.state_dict()["a"]))
     assert type(copied) is Tensor
@@ -166,7 +171,7 @@ def not_of_pieces() -> list[str]:
         safetensors.torch.save(pm.state_dict())
     assert along.shape == a.shape[cut : cut + 1]
     assert repr(a).startswith("Parameter containing")
-    return [told(job) for job in jobs]
+    return said
 
 
 def test_what_cannot_be_put_together_is_refused(worker_pools: Pools) -> None:
@@ -178,6 +183,7 @@ def test_what_cannot_be_put_together_is_refused(worker_pools: Pools) -> None:
         assert "it joins pieces with whole tensors" in said[4]
         assert said[5].startswith("lerp_ combines a piece of a, [")
         assert "with a whole tensor, [9, 3]" in said[6]
+        assert "it joins pieces with whole tensors" in said[7]
 
 
 def test_a_piece_of_one_row_is_not_broadcast_over_the_whole() -> None:
@@ -185,6 +191,24 @@ def test_a_piece_of_one_row_is_not_broadcast_over_the_whole() -> None:
     row = _parameter(torch.ones(1, 8), False, of)
     assert "combines a piece of w, [1, 8], with a whole tensor, [3, 8]" in told(lambda: torch.ones(3, 8).mul_(row))
     assert (row * torch.ones(1, 8)).shape == (1, 8)
+    whole = torch.ones(3, 8)
+    for combined in (
+        lambda: torch._foreach_lerp_([torch.ones(5), whole], [torch.ones(5), row], 0.1),
+        lambda: torch._foreach_copy_([whole], [row]),
+        lambda: torch._foreach_add_([whole], [row.data], alpha=0.1),
+        lambda: whole.add_(other=row),
+    ):
+        assert "combines a piece of w, [1, 8], with a whole tensor, [3, 8]" in told(combined)
+    assert torch.equal(whole, torch.ones(3, 8))
+    torch._foreach_add_([torch.ones(1, 8), whole], [row, whole])
+
+
+def test_a_piece_is_not_combined_with_one_that_is_cut_otherwise() -> None:
+    row = _parameter(torch.ones(1, 8), False, Of("w", None, lambda call: None, 24, 0, (1, 8)))  # type: ignore[arg-type]
+    rows = _parameter(torch.ones(2, 8), False, Of("v", None, lambda call: None, 24, 0, (2, 8)))  # type: ignore[arg-type]
+    for combined in (lambda: rows.mul_(row), lambda: torch._foreach_lerp_([rows], [row], 0.1)):
+        said = "combines a piece of v, [2, 8], with one of w, [1, 8], which is cut otherwise"
+        assert said in told(combined)
 
 
 def switched_by_hand() -> float:
