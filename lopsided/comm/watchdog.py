@@ -470,7 +470,8 @@ class Watchdog:
 
     def _difference(self, told: Mapping[int, dict[str, str]]) -> WorldError:
         odd = odd_ones(told) or "some do another step"
-        do = "run the same steps on every rank, with batches of the same shapes"
+        do = "run the same steps on every rank, with batches of the same shapes (lopsided.shard(loader, pm, pad={...}) "
+        do += "fills up samples of different lengths)"
         if odd_ones({k: {"optimizers": one.get("optimizers", "")} for k, one in told.items()}):
             do = "take the same steps with the same learning rate on every rank: what decides (a metric, some rows' "
             do += "loss) must be alike, so make it of lopsided.gather(output)"

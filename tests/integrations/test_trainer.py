@@ -180,8 +180,9 @@ def test_ten_steps_are_those_of_one_device(
 def test_a_loss_outside_of_the_model(alone: Alone, three: WorkerPool, tmp_path: Path, more: dict[str, Any]) -> None:
     own = not more
     expected, _ = alone(more, own)
-    for found, _ in three.run(trained, str(tmp_path / "three"), ("zero", SHARES), None, more, own):
-        assert gap(found, expected) < 1e-5
+    for shares in (SHARES, NONE_FOR_ONE):
+        for found, _ in three.run(trained, str(tmp_path / "three"), ("zero", shares), None, more, own):
+            assert gap(found, expected) < 1e-5
 
 
 def test_the_best_model_is_loaded_at_the_end(alone: Alone, three: WorkerPool, tmp_path: Path) -> None:

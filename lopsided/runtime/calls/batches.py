@@ -77,7 +77,8 @@ def shard(
 class ShardedLoader:
     """Iterable once per epoch, like a `DataLoader`. Left in the middle, the next iteration begins the next epoch.
 
-    A process without rows loads nothing: it gets batches of zero rows, built like the one given to `parallelize`.
+    A process without rows gets batches of zero rows, with the entries that the loader's batches have. To know these it
+    loads one sample, once; where it can not, it takes those of the batch given to `parallelize`.
     Random augmentations differ from process to process, as rows do; where all load the same rows they are the same.
     """
 
@@ -388,6 +389,8 @@ class _Indexed:
         self._indices = _Indices()
         # Of batches that were drawn and not handed out yet (workers are ahead): the rows in all, and of this process.
         self._drawn: deque[tuple[int, int, str]] = deque()
+        self._sample: Any = None  # the index of some sample, as soon as one is drawn
+        self._example: Any = None  # a batch of one sample, where it was needed
         self._own = None if rows.never else self._loader_of_own()
         self._nothing = [
             torch.zeros((0, *value.shape[1:]) if value.shape else (), dtype=value.torch_dtype)
@@ -458,8 +461,19 @@ class _Indexed:
         # Tensors of their own: each knows which batch it is of.
         batch = self._pm.rebuild_batch([part.detach() for part in self._nothing])
         if isinstance(batch, Mapping):
-            return {name: part for name, part in batch.items() if name not in self._besides}
-        return batch
+            batch = {name: part for name, part in batch.items() if name not in self._besides}
+        if self._example is None:
+            self._example = self._of_one_sample(batch)
+        return _with_entries_of(self._example, batch)
+
+    def _of_one_sample(self, otherwise: Any) -> Any:
+        """What the loader makes of one sample: batches without rows have the same entries. Where the data is not at
+        hand, those that were planned."""
+        with _Dice(0):
+            try:
+                return self._loader.collate_fn([self._loader.dataset[self._sample]])
+            except Exception:
+                return otherwise
 
     def _global_batches(self, seed: int) -> Iterator[Sequence[Any]]:
         _seed_samplers(self._loader, seed)
@@ -467,7 +481,26 @@ class _Indexed:
             if not self._rows.fits(len(indices)):
                 self._tells = _tell_of_a_short_batch(len(indices), self._rows.batch, self._tells)
                 continue
+            self._sample = next(iter(indices), self._sample)
             yield indices
+
+
+def _with_entries_of(example: Any, planned: Any) -> Any:
+    """The entries of `example`, which have no rows here: those of `planned` that it has, and the others of its own."""
+    if isinstance(example, Mapping) and isinstance(planned, Mapping):
+        return {name: planned[name] if name in planned else _without_rows(part) for name, part in example.items()}
+    if type(example) in (list, tuple) and isinstance(planned, list | tuple) and len(example) != len(planned):
+        return type(example)([*planned[: len(example)], *map(_without_rows, example[len(planned) :])])
+    return planned
+
+
+def _without_rows(part: Any) -> Any:
+    """An entry of a batch, as it is where no sample is in it."""
+    if isinstance(part, Mapping):
+        return {name: _without_rows(each) for name, each in part.items()}
+    if isinstance(part, list | tuple) and not any(isinstance(each, Tensor) for each in part):
+        return type(part)()
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor[:0] if tensor.dim() else tensor.detach(), part)
 
 
 def _length(of: object) -> int:

@@ -94,7 +94,7 @@ def test_each_process_loads_its_own_rows_and_no_others() -> None:
         data = Numbers()
         found = samples(list(shard(DataLoader(data, batch_size=BATCH), model(place))))
         assert found == [[10 * batch + row for row in rows] for batch in range(4)]
-        assert data.asked == [*chain(*found)]
+        assert data.asked == ([*chain(*found)] or [0])
 
 
 def test_rows_are_cut_in_units_by_the_shares_of_their_name() -> None:
@@ -193,14 +193,38 @@ def test_augmentations_are_alike_only_where_all_load_the_same_rows() -> None:
     assert not torch.equal(first(0, S(0))[:3], first(1, S(0)))
 
 
-def test_a_process_without_rows_does_not_touch_the_dataset() -> None:
+def test_a_process_without_rows_asks_for_one_sample() -> None:
     for place in (3, -1):
         data = Numbers()
         loader = shard(DataLoader(data, batch_size=BATCH, shuffle=True), model(place))
         found = list(loader)
-        assert data.asked == []
+        assert len(data.asked) == 1
         assert len(found) == len(loader) == 4
         assert [(t.shape, t.dtype) for t in found[0].values()] == [((0, 2), torch.float32), ((0,), torch.int64)]
+
+
+class Others(Numbers):
+    """Without y, which was planned, and with what was not."""
+
+    def __getitem__(self, k: int) -> Any:
+        return {"x": super().__getitem__(k)["x"], "place": torch.tensor([k, k]), "name": f"sample {k}"}
+
+
+class Absent(Numbers):
+    def __getitem__(self, k: int) -> dict[str, Tensor]:
+        raise FileNotFoundError(k)
+
+
+def test_batches_without_rows_have_the_entries_of_the_loader() -> None:
+    for place, length in ((3, 20), (-1, 20), (2, 11)):  # never any rows, and none of a short batch
+        loader = shard(DataLoader(Others(length), batch_size=BATCH), model(place))
+        before = torch.get_rng_state()
+        *_, last = loader
+        assert torch.equal(before, torch.get_rng_state())
+        assert [*last] == ["x", "place", "name"]
+        assert (last["x"].shape, last["place"].shape, last["name"]) == ((0, 2), (0, 2), [])
+    first, *_ = shard(DataLoader(Absent(), batch_size=BATCH), model(3))
+    assert [*first] == ["x", "y"]
 
 
 def test_a_bystander_gets_nothing_even_if_others_need_all() -> None:
