@@ -218,8 +218,8 @@ def refuse_modules(model: nn.Module) -> None:
             raise CaptureError(
                 f"{part._get_name()}(momentum=None) averages over all steps so far, and reads from a buffer how many",
                 where=f"module {name or model._get_name()}",
-                do="give it a momentum, for example 0.1, or track_running_stats=False; swa_utils.update_bn, which takes "
-                "it away, works on rank 0 with lopsided.whole(pm), or lopsided.whole(averaged.module)",
+                do="give it a momentum, for example 0.1, or track_running_stats=False; swa_utils.update_bn, which "
+                "takes it away, works on rank 0 with lopsided.whole(pm), or lopsided.whole(averaged.module)",
             )
 
 

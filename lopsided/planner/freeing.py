@@ -14,12 +14,11 @@ from dataclasses import replace
 from lopsided.cluster.cluster import Cluster
 from lopsided.ir.program import Program
 from lopsided.planner.candidates import BETTER, Candidate, memory_limits
-from lopsided.planner.host_state import StateOnHost
+from lopsided.planner.host_state import StateOnHost, on_hosts
 from lopsided.planner.proposals import CandidatePool, has_room
 from lopsided.planner.recompute import Recomputation
 from lopsided.schedule.cost import Scale
 from lopsided.schedule.decisions import BUCKET_BYTES, OnHost, Rerun
-from lopsided.schedule.host_state import can_hold_state
 from lopsided.schedule.memory import bytes_per_kind
 
 _NEARLY = 1.02  # times the best step on the same devices: what is further off without recomputation is left at that
@@ -34,19 +33,15 @@ _Less = tuple[tuple[Rerun, ...], tuple[OnHost, ...]]
 _ALL_KEPT: _Less = ((), ())
 
 
-def rounds_to_fit(pool: CandidatePool, cluster: Cluster) -> int:
-    """In how many rounds there is room, with shares by speed: where that can be with nothing freed, by data parallelism
-    or ZeRO that keeps what it gathers, or else by ZeRO that gathers again; or else with all freed that can be. 0 if not
-    so either.
+def rounds_to_fit(pool: CandidatePool, cluster: Cluster, *, is_freed: bool = False) -> int:
+    """In how many rounds there is room, with shares by speed and nothing freed or all that can be: by data parallelism
+    or ZeRO that keeps what it gathers, or else by ZeRO that gathers again. 0 if in none.
 
     Activations get less with the number of rounds, and sums of gradients that are sent behind the last get more.
     """
-    for again, is_freed in ((False, False), (True, False), (True, True)):
-        tried = [
-            _rounds_of(pool, cluster, program, again, is_freed)
-            for _, program, regather in pool.plain
-            if regather == again
-        ]
+    for again in (False, True):
+        plain = [program for _, program, regather in pool.plain if regather == again]
+        tried = [_rounds_of(pool, cluster, program, again, is_freed) for program in plain]
         if any(tried):
             return min(filter(None, tried))
     return 0
@@ -54,7 +49,7 @@ def rounds_to_fit(pool: CandidatePool, cluster: Cluster) -> int:
 
 def _rounds_of(pool: CandidatePool, cluster: Cluster, program: Program, regather: bool, is_freed: bool) -> int:
     """In how many rounds there is room for a program; 0 if in none."""
-    less = (pool.everything(program), tuple(map(OnHost, can_hold_state(cluster)))) if is_freed else _ALL_KEPT
+    less = (pool.everything(program), on_hosts(cluster)) if is_freed else _ALL_KEPT
     held, scale = (
         pool.laid_out(cluster, program, regather, BUCKET_BYTES, *less).held,
         Scale(cluster, pool.by_speed(cluster)),

@@ -59,6 +59,11 @@ class StateOnHost:
         return tuple(found)
 
 
+def on_hosts(on: Cluster) -> tuple[OnHost, ...]:
+    """All state, wherever a host has memory for it."""
+    return tuple(map(OnHost, can_hold_state(on)))
+
+
 def on_every_host(candidate: Candidate, on: Cluster) -> tuple[OnHost, ...]:
     """What a candidate keeps in host memory, for devices that are not those it was chosen for: as much on all, if all
     can."""

@@ -21,6 +21,7 @@ from lopsided.ir.program import one_device
 from lopsided.planner.ablation import OVERLAP
 from lopsided.planner.candidates import Candidate, Learned, memory_limits
 from lopsided.planner.freeing import made_to_fit
+from lopsided.planner.host_state import on_hosts
 from lopsided.planner.proposals import CandidatePool
 from lopsided.planner.search_cost import NOTHING_HIDDEN, Hidden
 from lopsided.schedule.decisions import BUCKET_BYTES
@@ -185,8 +186,8 @@ class PartSearch:
             # At a price beyond all others the program holds as little as any can: if that does not fit, none does.
             least, _ = self._found(name, shares, hidden, _DEAREST, regather)
             if regather:
-                how = (regather, least.bucket_bytes, self.pool.everything(least.program), (), self.pool.state_bits)
-                laid = self.pool.laid_out(self.on, least.program, *how)
+                kept = (self.pool.everything(least.program), on_hosts(self.on), self.pool.state_bits)
+                laid = self.pool.laid_out(self.on, least.program, regather, least.bucket_bytes, *kept)
                 self.pool.leanest.append(laid.held)
             if least.fits:
                 found = self._cheapest_that_fits(least, shares, hidden, natural=best is not None)

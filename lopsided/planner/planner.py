@@ -248,6 +248,10 @@ class _Searched:
         return rounds_to_fit(self.pool, self.cluster)
 
     @property
+    def rounds_with_all_freed(self) -> int:
+        return rounds_to_fit(self.pool, self.cluster, is_freed=True)
+
+    @property
     def is_freed(self) -> bool:
         return self.fits and is_freed(self.pool.chosen)
 

@@ -78,7 +78,11 @@ class Searched(Protocol):
 
     @property
     def rounds_to_fit(self) -> int:
-        """In how many rounds there is room, about, with nothing freed or else with all that can be; 0 if in none."""
+        """In how many rounds nothing would have to be freed, about; 0 if in none."""
+
+    @property
+    def rounds_with_all_freed(self) -> int:
+        """In how many there is room, about, with all freed that can be; 0 if in none."""
 
     @property
     def is_freed(self) -> bool:
@@ -127,9 +131,9 @@ def in_best_rounds(
 
 
 class _Trial:
-    """Numbers of rounds, tried one after the other: the first in which there should be room, with nothing freed or else
-    with all that can be, then more as long as memory is short, and fewer as long as a step could be shorter by that;
-    these first where rounds are dear."""
+    """Numbers of rounds, tried one after the other: the first with which nothing should have to be freed, then more as
+    long as memory is short, and fewer as long as a step could be shorter by that; these first where rounds are dear.
+    """
 
     def __init__(
         self, task: _Task, cluster: Cluster, searched: Callable[[_Task, Cluster, float], Searched], at_once: Searched
@@ -148,23 +152,33 @@ class _Trial:
         at_once = self.made[1]
         if at_once.is_broken_off:
             return self.chosen
-        needed = at_once.rounds_to_fit
-        first = next((k for k, count in enumerate(self.counts) if count >= max(needed, 2)), len(self.counts) - 1)
-        first = len(self.counts) - 1 if not needed else first
-        found = self._try(self.counts[first])[1]
-        if found is None or found.least_s < at_once.least_s * _DEAR:
-            self._more(first, found)
-            self._fewer(first)
-        else:
-            self._fewer(first)
-            if found.least_s < self._step_s * _GAIN:
+        for number, first in enumerate(self._starts()):
+            was_better, found = self._try(self.counts[first])
+            if number and not was_better:
+                continue
+            if found is None or found.least_s < at_once.least_s * _DEAR:
                 self._more(first, found)
+                self._fewer(first)
+            else:
+                self._fewer(first)
+                if found.least_s < self._step_s * _GAIN:
+                    self._more(first, found)
         for count in self.known - {*self.made}:
             self._try(count)
         for made in sorted(self.made.values(), key=lambda made: made.least_s) if self.chosen is not None else ():
             self._freed(made)
         self._rest_devices()
         return self.chosen
+
+    def _starts(self) -> list[int]:
+        """Where nothing fits with nothing freed in any number, it may be best to free much in few rounds, or little in
+        many."""
+        at_once, last = self.made[1], len(self.counts) - 1
+        wanted = [at_once.rounds_to_fit] if at_once.rounds_to_fit else [at_once.rounds_with_all_freed, math.inf]
+        found = (
+            next((k for k, count in enumerate(self.counts) if count >= max(size, 2)), last) for size in wanted if size
+        )
+        return list(dict.fromkeys(found))
 
     def _more(self, first: int, found: Searched | None) -> None:
         """More rounds than that many, as long as memory is short and each number is better than the one before."""
