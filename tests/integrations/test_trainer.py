@@ -150,6 +150,7 @@ def alone(pools: Callable[[int], WorkerPool], tmp_path_factory: pytest.TempPathF
     return of
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("how", "shares"),
     [("dp", SHARES), ("zero", NONE_FOR_ONE), ("zero", TWO)],
