@@ -131,7 +131,7 @@ def changed_values(value: Any, dice: random.Random) -> Any:
         elif how == 3 and isinstance(owner[path[-1]], list):
             owner[path[-1]] = owner[path[-1]] * dice.choice((0, 2, 50))
         else:
-            owner[path[-1]] = dice.choice(NASTY)
+            owner[path[-1]] = copy.deepcopy(dice.choice(NASTY))  # which later changes may change
         if not places(made):
             return made
     return made
