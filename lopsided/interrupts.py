@@ -36,7 +36,7 @@ def is_command() -> bool:
         elif not word.startswith("-"):
             # A script may set `sys.argv`, and call the command line as a function: what the process was started with
             # counts. What follows are words of the script: `lopsided run plan.json -m module`.
-            return word == sys.argv[0] and os.path.basename(word) == _NAME
+            return [word] == sys.argv[:1] and os.path.basename(word) == _NAME
     return False
 
 

@@ -87,8 +87,9 @@ def test_a_library_is_nobodys_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interrupts.is_command()
     monkeypatch.setattr(sys, "orig_argv", ["python", "/usr/bin/lopsided", "run", "plan.json", "-m", "train"])
     assert interrupts.is_command()
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    assert not interrupts.is_command()
+    for given in (["train.py"], []):
+        monkeypatch.setattr(sys, "argv", given)
+        assert not interrupts.is_command()
 
 
 def test_what_fails_because_it_was_interrupted_is_an_interrupt() -> None:

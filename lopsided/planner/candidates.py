@@ -26,6 +26,8 @@ from lopsided.schedule.timeline import Timeline
 
 BETTER = 1 - 1e-3
 """By less than this, another pair is not worth the change."""
+GAIN = 0.98
+"""What cannot be shorter than this part of the best step is not tried, nor made to fit."""
 
 Stored = frozenset[tuple[bool, bool]]
 """How parameters are stored: whether cut, and whether to be gathered for use."""

@@ -50,10 +50,8 @@ def rounds_to_fit(pool: CandidatePool, cluster: Cluster, *, is_freed: bool = Fal
 def _rounds_of(pool: CandidatePool, cluster: Cluster, program: Program, regather: bool, is_freed: bool) -> int:
     """In how many rounds there is room for a program; 0 if in none."""
     less = (pool.everything(program), on_hosts(cluster)) if is_freed else _ALL_KEPT
-    held, scale = (
-        pool.laid_out(cluster, program, regather, BUCKET_BYTES, *less).held,
-        Scale(cluster, pool.by_speed(cluster)),
-    )
+    held = pool.laid_out(cluster, program, regather, BUCKET_BYTES, *less).held
+    scale = Scale(cluster, pool.by_speed(cluster))
     of_round = bytes_per_kind([h for h in held if h.use in _OF_A_ROUND], scale)
     always = bytes_per_kind([h for h in held if h.use not in _OF_A_ROUND], scale)
     sums = sum(h.bytes for h in held if h.use == "gathered") if not regather else 0

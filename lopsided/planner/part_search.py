@@ -19,7 +19,7 @@ from lopsided.cluster.cluster import Cluster
 from lopsided.ir.placement import Shares
 from lopsided.ir.program import one_device
 from lopsided.planner.ablation import OVERLAP
-from lopsided.planner.candidates import Candidate, Learned, memory_limits
+from lopsided.planner.candidates import GAIN, Candidate, Learned, memory_limits
 from lopsided.planner.freeing import made_to_fit
 from lopsided.planner.host_state import on_hosts
 from lopsided.planner.proposals import CandidatePool
@@ -40,8 +40,6 @@ ESTIMATES = (NOTHING_HIDDEN, Hidden(0.9, 0.0), Hidden(0.9, 0.9))
 _FAR = 1.15
 # A part whose first seed led to more than 1.1 times the best step has no other seeds.
 _CLOSE = 1.1
-# What cannot be shorter than 0.98 of a step that is known is not made to fit.
-_GAIN = 0.98
 
 Turns = dict[tuple[Shares, Hidden], Candidate]  # what a turn of search and balance came to, by what it began with
 
@@ -178,7 +176,7 @@ class PartSearch:
         made, short = self._found(name, shares, hidden, self.memory_price, self.regather)
         if made.fits and (self.memory_price or not short):
             return made
-        if self._is_far(made, _CLOSE) or made.step_s > self.pool.known_s * _GAIN:
+        if self._is_far(made, _CLOSE) or made.step_s > self.pool.known_s * GAIN:
             # What fits takes longer than what does not.
             return made
         best = made if made.fits else None

@@ -20,12 +20,10 @@ from lopsided.errors import DoesNotFitError
 from lopsided.ir.graph import Graph
 from lopsided.ir.program import RuleBook
 from lopsided.ops.derive import derive_rules
-from lopsided.planner.candidates import BETTER, Candidate
+from lopsided.planner.candidates import BETTER, GAIN, Candidate
 from lopsided.planner.plan_data import Baseline, Plan
 from lopsided.schedule.rounds import NoRoundsError, batch_size, in_rounds
 
-# What cannot be shorter than 0.98 of the best step is not tried.
-_GAIN = 0.98
 # Where nothing that does not fit takes less than 0.995 of the best step that fits, memory decides nothing.
 _AS_GOOD = 0.995
 # Rounds are dear where without want of memory a step takes 1.2 times as long in them.
@@ -161,7 +159,7 @@ class _Trial:
                 self._fewer(first)
             else:
                 self._fewer(first)
-                if found.least_s < self._step_s * _GAIN:
+                if found.least_s < self._step_s * GAIN:
                     self._more(first, found)
         for count in self.known - {*self.made}:
             self._try(count)
@@ -192,7 +190,7 @@ class _Trial:
     def _fewer(self, first: int) -> None:
         """Fewer rounds: the less overhead, and the more is to be freed."""
         for k in reversed(range(first)):
-            is_promising = self.made[1].least_s < self._step_s * _GAIN
+            is_promising = self.made[1].least_s < self._step_s * GAIN
             if not is_promising or not (self._try(self.counts[k])[0] or self.refused):
                 break
 
@@ -203,7 +201,7 @@ class _Trial:
         before = self.chosen
         before.rest_devices()
         for made in self.made.values():
-            is_near = made.fits and made.step_s < _CLOSE * self._step_s and made.least_s < self._step_s * _GAIN
+            is_near = made.fits and made.step_s < _CLOSE * self._step_s and made.least_s < self._step_s * GAIN
             if made is not before and is_near and not made.is_broken_off:
                 made.rest_devices()
                 if made.step_s < self._step_s * BETTER:
@@ -229,7 +227,7 @@ class _Trial:
         return known is not None and self._freed(known), known
 
     def _freed(self, made: Searched) -> bool:
-        if id(made) not in self.freed and made.least_s < self._step_s * _GAIN and not made.is_broken_off:
+        if id(made) not in self.freed and made.least_s < self._step_s * GAIN and not made.is_broken_off:
             self.freed.add(id(made))
             made.free()
         if made.fits and made.step_s < self._step_s * BETTER:
@@ -240,7 +238,7 @@ class _Trial:
 
 def _has_room(made: Searched) -> bool:
     """Whether the best step does no more for want of memory, and nothing that does not fit would be quicker."""
-    return made.fits and not made.is_freed and made.least_s >= made.step_s * _GAIN
+    return made.fits and not made.is_freed and made.least_s >= made.step_s * GAIN
 
 
 def is_freed(candidate: Candidate) -> bool:
